@@ -72,7 +72,7 @@ class KvLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TransferMetadata(msgspec.Struct, frozen=True):
-    """A transfer agent's metadata; `mac` is HMAC-SHA256 over agent and blob with the cluster token (or an empty key)."""
+    """A transfer agent's metadata; `mac` is HMAC-SHA256 of agent and blob under the cluster token (or an empty key)."""
 
     agent: str
     blob: bytes
