@@ -1,7 +1,8 @@
 """Reading GGUF files: metadata and tensor directory, without torch and without copying the weights.
 
 Own code because the public reader makes a numpy array per string: 3 s for a vocabulary of 49k entries, on every
-start of every process; this one takes a few tens of milliseconds. Format: the GGUF specification of ggml, version 3 (and 2).
+start of every process; this one takes a few tens of milliseconds. Format: the GGUF specification of ggml, versions 2
+and 3.
 """
 
 from __future__ import annotations
