@@ -12,7 +12,8 @@ import attrs
 from pdserve.errors import ConfigError, MissingDependencyError
 from pdserve.text.bytelevel import ByteTokenizer
 from pdserve.text.gguf import read_gguf
-from pdserve.text.tokenizer import directory_vocab_hash, gguf_vocab_hash, read_json
+from pdserve.text.gguf_vocab import gguf_vocab_hash
+from pdserve.text.hf_vocab import directory_vocab_hash, read_json
 from pdserve.wire.messages import ModelCard
 
 if TYPE_CHECKING:
