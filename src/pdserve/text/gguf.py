@@ -50,7 +50,7 @@ def read_gguf(path: Path) -> GgufFile:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Cursor(path, data).read()
-    except (OSError, ValueError, struct.error, UnicodeDecodeError, IndexError, KeyError, OverflowError) as error:
+    except (OSError, ValueError, TypeError, struct.error, LookupError, ArithmeticError, RecursionError) as error:
         raise ConfigError(f"--model: {path} is not a readable GGUF file: {error}") from error
 
 
@@ -99,12 +99,28 @@ class _Cursor:
         if kind != _ARRAY:
             return self._scalar(_SCALARS[kind])
         item, count = self._scalar("I"), self._scalar("Q")
-        if item in (_STRING, _ARRAY):
+        if item == _STRING:
+            return self._strings(count)
+        if item == _ARRAY:
             return [self._value(item) for _ in range(count)]
         fmt = f"<{count}{_SCALARS[item]}"
         values = struct.unpack_from(fmt, self._data, self._at)
         self._at += struct.calcsize(fmt)
         return list(values)
+
+    def _strings(self, count: int) -> list[str]:
+        """As `count` times `_string`, several times faster: vocabularies are most of a header."""
+        data, at, end = self._data, self._at, len(self._data)
+        unpack = struct.Struct("<Q").unpack_from
+        values: list[str] = []
+        for _ in range(count):
+            start = at + 8
+            at = start + unpack(data, at)[0]
+            if at > end:
+                raise ValueError("truncated string")
+            values.append(data[start:at].decode("utf-8", errors="replace"))
+        self._at = at
+        return values
 
     def _tensor(self) -> GgufTensor:
         name = self._string()

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 
+# What expressions of a template can raise over data that they did not expect.
+_FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+
+
 class ChatTemplate:
     """A compiled template. Neither it nor the messages can reach Python's internals; messages are data, never code.
 
@@ -53,16 +57,9 @@ class ChatTemplate:
         known = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render({**kwargs, **self._tokens, **known})
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            ArithmeticError,
-            AttributeError,
-            RecursionError,
-        ) as e:
-            raise InvalidRequestError(f"the model's chat template refused the messages: {e}", param="messages") from e
+        except _FAILURES as error:
+            message = f"the model's chat template refused the messages: {error}"
+            raise InvalidRequestError(message, param="messages") from error
 
 
 class _GenerationBlock(Extension):
