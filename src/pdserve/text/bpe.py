@@ -33,7 +33,7 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(rest)}
 
 
-_BYTES = _byte_alphabet()
+BYTE_ALPHABET = _byte_alphabet()
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -106,7 +106,7 @@ class BpeTokenizer:
             return b"" if special else content.encode()
         token = self._backend.id_to_token(token_id) or ""
         if self._facts.byte_level:
-            return b"".join(bytes((_BYTES[c],)) if c in _BYTES else c.encode() for c in token)
+            return b"".join(bytes((BYTE_ALPHABET[c],)) if c in BYTE_ALPHABET else c.encode() for c in token)
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes((int(byte[1], 16),)) if byte else token.replace("▁", " ").encode()
 

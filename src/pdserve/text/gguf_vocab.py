@@ -48,32 +48,38 @@ def _pre_tokenizer(name: str, path: Path) -> pre_tokenizers.PreTokenizer:
 
 
 def tokenizer_from_gguf(path: Path, meta: dict[str, Any]) -> BpeTokenizer:
-    kind = meta.get("tokenizer.ggml.model")
-    pre = meta.get("tokenizer.ggml.pre", "default")
+    """Build the tokenizer. Raises ConfigError naming the file and what in it is missing, wrong or not supported."""
     try:
-        tokens: list[str] = meta["tokenizer.ggml.tokens"]
-        types: list[int] = meta.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-        if kind == "gpt2":
-            backend = _byte_level_backend(tokens, meta["tokenizer.ggml.merges"], pre, path)
-        elif kind == "llama":
-            backend = _sentencepiece_backend(tokens, meta["tokenizer.ggml.scores"], types, meta)
-        else:
-            raise ConfigError(f"--model: {path}: the tokenizer type {kind!r} is not supported (gpt2 and llama are)")
+        return _build(path, meta)
+    except ConfigError:
+        raise
     except KeyError as error:
         raise ConfigError(f"--model: {path} has no {error.args[0]}") from error
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"--model: the vocabulary in {path} is not usable: {error}") from error
+
+
+def _build(path: Path, meta: dict[str, Any]) -> BpeTokenizer:
+    kind = meta.get("tokenizer.ggml.model")
+    pre = meta.get("tokenizer.ggml.pre", "default")
+    tokens: list[str] = meta["tokenizer.ggml.tokens"]
+    types: list[int] = meta.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    if kind == "gpt2":
+        backend = _byte_level_backend(tokens, meta["tokenizer.ggml.merges"], pre, path)
+    elif kind == "llama":
+        backend = _sentencepiece_backend(tokens, meta["tokenizer.ggml.scores"], types, meta)
+    else:
+        raise ConfigError(f"--model: {path}: the tokenizer type {kind!r} is not supported (gpt2 and llama are)")
     added = {t: k for t, k in zip(tokens, types, strict=True) if k in (_UNKNOWN, _CONTROL, _USER_DEFINED)}
     backend.add_special_tokens([AddedToken(t, normalized=False) for t, k in added.items() if k != _USER_DEFINED])
     backend.add_tokens([AddedToken(t, normalized=False) for t, k in added.items() if k == _USER_DEFINED])
 
     named = [meta.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
-    eos = {i for i in named if isinstance(i, int)} | {
-        i for i, t in enumerate(tokens) if t in added and t in _END_OF_TURN
-    }
-    bos = meta.get("tokenizer.ggml.bos_token_id")
+    marked = (i for i, token in enumerate(tokens) if token in added and token in _END_OF_TURN)
     facts = VocabularyFacts(
-        eos=frozenset(eos),
+        eos=frozenset(i for i in (*named, *marked) if isinstance(i, int)),
         eos_token=tokens[named[0]] if named[0] is not None else "",
-        bos=bos,
+        bos=meta.get("tokenizer.ggml.bos_token_id"),
         add_bos=bool(meta.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre.startswith("llama"))),
         chat_template=meta.get("tokenizer.chat_template"),
         vocab_hash=gguf_vocab_hash(meta),

@@ -64,9 +64,11 @@ def load_model_card(files: ModelFiles, *, max_seq_len: int) -> ModelCard:
     """The card of a model served with `--max-seq-len` (0: the model's own length). Reads samples, not all weights."""
     if files.path is None:
         return _card(files, "builtin", ByteTokenizer.vocab_hash, _SIM_CONTEXT, max_seq_len)
-    if files.kind == "gguf":
-        return _gguf_card(files, files.path, max_seq_len)
-    return _directory_card(files, files.path, max_seq_len)
+    load = _gguf_card if files.kind == "gguf" else _directory_card
+    try:
+        return load(files, files.path, max_seq_len)
+    except OSError as error:
+        raise ConfigError(f"--model: cannot read {error.filename or files.path}: {error.strerror}") from error
 
 
 def _embedded_file() -> Path:
@@ -118,10 +120,7 @@ def _weights_hash(files: Iterable[tuple[Path, int]]) -> str:
     """
     digest = hashlib.sha256()
     for path, header in files:
-        try:
-            _sample(path, header, digest)
-        except OSError as error:
-            raise ConfigError(f"--model: cannot read {path}: {error}") from error
+        _sample(path, header, digest)
     return digest.hexdigest()
 
 
