@@ -45,6 +45,7 @@ def sample_from(logits: npt.NDArray[np.float32] | Floats, sample: Sample) -> Sam
     """Draw a token from the logits of one position, shape [vocabulary]; `logits` is not changed.
 
     Equal logits are ordered by id, lowest first. If every id is banned, the ban is void.
+    Raises FloatingPointError when a logit is NaN.
     """
     params = sample.params
     scores = logits
@@ -54,6 +55,8 @@ def sample_from(logits: npt.NDArray[np.float32] | Floats, sample: Sample) -> Sam
             scores = logits
     if params.temperature <= 0.0:
         token = int(scores.argmax())
+        if np.isnan(scores[token]):
+            raise FloatingPointError("the logits are not finite")
     else:
         token = _draw(scores.astype(np.float64), params, uniform(params.seed, sample.choice, sample.position))
     if params.logprobs is None:
@@ -108,21 +111,23 @@ def _nucleus(weights: Floats, top_p: float) -> Ids:
 
 
 def _draw(scores: Floats, params: SamplingParams, u: float) -> int:
+    peak = scores.max()
+    if np.isnan(peak):
+        raise FloatingPointError("the logits are not finite")
     ids: Ids | None = None
     if 0 < params.top_k < len(scores):
         ids = np.sort(_best(scores, params.top_k))
         scores = scores[ids]
     with np.errstate(over="ignore"):
-        weights = np.exp((scores - scores.max()) / params.temperature)
+        weights = np.exp((scores - peak) / params.temperature)
     if params.top_p < 1.0:
         kept = np.sort(_nucleus(weights, params.top_p))
         weights = weights[kept]
         ids = kept if ids is None else ids[kept]
+    # u < 1 and the sum is at least 1, so the search never ends past the last token that is possible.
     # The inverse CDF runs in id order: noise in the logits then moves borders a little, but never swaps two tokens.
     cumulative = np.cumsum(weights)
     index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
-    if index == len(cumulative):
-        index = int(np.searchsorted(cumulative, cumulative[-1]))
     return index if ids is None else int(ids[index])
 
 
