@@ -1,0 +1,176 @@
+"""An ASGI app on sockets of our own: hypercorn's protocols, in a server loop that outlives a failed connection."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import trio
+from hypercorn.config import Config
+from hypercorn.logging import Logger
+from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import ConnectionState
+from hypercorn.utils import wrap_app
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hypercorn.typing import ResponseSummary, WWWScope
+
+log = logging.getLogger("pdserve.http")
+
+_ABORT_TIMEOUT = 2.0
+"""Seconds that aborted connections get to unwind."""
+
+
+def open_listener(host: str, port: int, *, user_timeout: float | None, backlog: int = 1024) -> socket.socket:
+    """A listening TCP socket; port 0 lets the system choose.
+
+    `user_timeout` (seconds) is inherited by accepted connections: a peer that acknowledges or reads nothing for that
+    long is cut by the kernel, even while a send to it is shielded. Raises ConfigError naming host and port.
+    """
+    listener: socket.socket | None = None
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if user_timeout is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(user_timeout * 1000)))
+        listener.bind(address)
+        listener.listen(backlog)
+    except (OSError, OverflowError) as error:
+        if listener is not None:
+            listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+async def serve_asgi(
+    app: Any,  # noqa: ANN401 - an ASGI 3 callable; Starlette's and hypercorn's types of it differ
+    sockets: Sequence[socket.socket],
+    *,
+    stop: trio.Event,
+    graceful: float,
+    certfile: str | None = None,
+    keyfile: str | None = None,
+    max_header_bytes: int = 64 * 1024,
+    keep_alive: float = 60.0,
+    task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Serve HTTP/1.1 and HTTP/2 until `stop`, then return once the responses in flight are done.
+
+    Owns `sockets` from the call on and closes them. `task_status` gets the URLs once connections are accepted.
+    After `stop` nothing is accepted, idle connections close, responses get `graceful` seconds, then are aborted.
+    `keep_alive` (seconds) also bounds how long a client may take to send its request headers.
+    An exception in one connection is logged and ends that connection only. There is no ASGI lifespan.
+    Raises ConfigError when the certificate cannot be used.
+    """
+    config = _config(certfile, keyfile, max_header_bytes, keep_alive)
+    try:
+        tls = config.create_ssl_context()
+    except OSError as error:  # ssl.SSLError is one
+        for sock in sockets:
+            sock.close()
+        raise ConfigError(f"cannot use the TLS certificate {certfile} with key {keyfile}: {error}") from error
+    plain = [trio.SocketListener(trio.socket.from_stdlib_socket(sock)) for sock in sockets]
+    listeners: list[trio.SocketListener] | list[trio.SSLListener[trio.SocketStream]] = (
+        plain if tls is None else [trio.SSLListener(one, tls, https_compatible=True) for one in plain]
+    )
+    urls = [_url("http" if tls is None else "https", sock) for sock in sockets]
+    connections = _Connections(app, config)
+    async with trio.open_nursery() as handlers:
+        try:
+            async with trio.open_nursery() as accepting:
+                accept = partial(trio.serve_listeners, connections.serve, handler_nursery=handlers)
+                await accepting.start(accept, listeners)
+                task_status.started(urls)
+                await stop.wait()
+                accepting.cancel_scope.cancel()
+            await connections.context.terminated.set()
+            with trio.move_on_after(graceful):
+                await connections.idle()
+        finally:
+            connections.abort()
+            handlers.cancel_scope.deadline = trio.current_time() + _ABORT_TIMEOUT
+
+
+class _Connections:
+    """Every open connection of one server, so that those that outlive the grace can be aborted."""
+
+    def __init__(self, app: Any, config: Config) -> None:  # noqa: ANN401
+        self.context = WorkerContext(None)
+        self._app = wrap_app(app, 0, "asgi")
+        self._config = config
+        self._open: set[trio.SocketStream] = set()
+        self._idle = trio.Event()
+
+    async def serve(self, stream: trio.SocketStream | trio.SSLStream[trio.SocketStream]) -> None:
+        """One connection from accept to close; the border at which its unexpected failures are logged."""
+        transport = stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
+        self._open.add(transport)
+        try:
+            # hypercorn types the stream as TLS only, and handles both.
+            await TCPServer(self._app, self._config, self.context, ConnectionState({}), stream)  # type: ignore[arg-type]
+        except Exception:
+            log.exception("an HTTP connection failed")
+        finally:
+            transport.socket.close()
+            self._open.discard(transport)
+            if not self._open:
+                self._idle.set()
+
+    async def idle(self) -> None:
+        """Return when no connection is open. Only meaningful once nothing is accepted any more."""
+        while self._open:
+            self._idle = trio.Event()
+            await self._idle.wait()
+
+    def abort(self) -> None:
+        """Close every socket at once. This also ends hypercorn's shielded sends, which no cancellation reaches."""
+        for transport in self._open:
+            transport.socket.close()
+
+
+def _config(certfile: str | None, keyfile: str | None, max_header_bytes: int, keep_alive: float) -> Config:
+    config = Config()
+    config.alpn_protocols = ["h2", "http/1.1"]
+    config.certfile, config.keyfile = certfile, keyfile
+    config.h11_max_incomplete_size = max_header_bytes
+    config.h2_max_header_list_size = max_header_bytes
+    config.h2_max_concurrent_streams = 1000
+    config.keep_alive_timeout = keep_alive  # declared int, used as a duration
+    config.keep_alive_max_requests = 10_000
+    config.ssl_handshake_timeout = 10
+    config.include_server_header = False
+    config.errorlog = log
+    config.accesslog = logging.getLogger("pdserve.http.access")
+    config.logger_class = _Log
+    return config
+
+
+class _Log(Logger):
+    """One short access line a response: neither headers nor query strings, which may hold secrets."""
+
+    async def access(self, request: WWWScope, response: ResponseSummary | None, request_time: float) -> None:
+        if self.access_logger is None or not self.access_logger.isEnabledFor(logging.INFO):
+            return
+        client = request.get("client")
+        status = response["status"] if response is not None else "client gone"
+        method = request["method"] if request["type"] == "http" else "WEBSOCKET"
+        self.access_logger.info(
+            '%s "%s %s" %s %.3fs', client[0] if client else "-", method, request["path"], status, request_time
+        )
+
+
+def _url(scheme: str, sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"{scheme}://{host}:{port}"
