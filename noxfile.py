@@ -1,0 +1,46 @@
+"""Checks by name: `python -m nox -s lint`. They run in the environment that nox itself runs in (see scripts/test)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import nox
+
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["lint", "types", "imports", "tests", "e2e"]
+
+
+def python(session: nox.Session, *arguments: str) -> None:
+    session.run(sys.executable, *arguments)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and common mistakes."""
+    python(session, "-m", "ruff", "check", ".")
+    python(session, "-m", "ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Strict mypy."""
+    python(session, "-m", "mypy")
+
+
+@nox.session
+def imports(session: nox.Session) -> None:
+    """Imports go one way only."""
+    session.run(str(Path(sys.executable).with_name("lint-imports")), "--no-cache")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Everything that needs no processes."""
+    python(session, "-m", "pytest", "-m", "not e2e", *session.posargs)
+
+
+@nox.session
+def e2e(session: nox.Session) -> None:
+    """Real processes, real NIXL, real HTTP."""
+    python(session, "-m", "pytest", "-m", "e2e", *session.posargs)
