@@ -1,0 +1,209 @@
+"""One node's link to one Master: dial, handshake, serve, and dial again with jittered back-off. Never gives up."""
+
+from __future__ import annotations
+
+import logging
+import random
+import ssl
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+import trio
+from trio_websocket import ConnectionClosed, HandshakeError, connect_websocket_url
+
+from pdserve.errors import ProtocolError
+from pdserve.nurseries.connection import ConnectionLost, connection_scope
+from pdserve.nurseries.forwarder import Outbox
+from pdserve.nurseries.heartbeat import Heartbeat
+from pdserve.wire.codec import MAX_FRAME_BYTES, decode_from_master, encode
+from pdserve.wire.handshake import signed, verify_master
+from pdserve.wire.messages import (
+    Cancel,
+    Challenge,
+    Decode,
+    Draining,
+    PeerDown,
+    PeerUp,
+    Ping,
+    Prefill,
+    Reject,
+    Release,
+    Renew,
+    Welcome,
+)
+from pdserve.worker.requests import LinkRequests
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trio_websocket import WebSocketConnection
+
+    from pdserve.transfer.owner import TransferOwner
+    from pdserve.wire.messages import Hello, NodeStats
+
+log = logging.getLogger("pdserve.link")
+
+_HANDSHAKE_TIMEOUT = 10.0
+_BACKOFF_FIRST, _BACKOFF_MOST = 0.1, 5.0
+HEARTBEATS_MISSED = 3
+"""A peer silent for so many intervals is lost."""
+RECEIVE_QUEUE = 256
+"""Messages buffered by the WebSocket layer: a full queue would stop close and pong processing."""
+
+
+class Role(Protocol):
+    """What a link needs of the node's role; every call is synchronous and in the order of arrival."""
+
+    draining: bool
+
+    def accept_prefill(self, frame: Prefill, link: LinkRequests) -> None: ...
+
+    def accept_decode(self, frame: Decode, link: LinkRequests) -> None: ...
+
+    def stats(self) -> NodeStats: ...
+
+
+class MasterLink:
+    """Keeps one Master served. A dead link ends that link's requests only."""
+
+    def __init__(
+        self,
+        url: str,
+        hello: Hello,
+        role: Role,
+        owner: TransferOwner,
+        *,
+        token: str,
+        heartbeat_interval: float,
+        ca: Path | None = None,
+    ) -> None:
+        self.url = url
+        self.state = "connecting"
+        """For status pages: `connecting`, `registered`, or why the last attempt ended."""
+        self._hello = hello
+        self._role = role
+        self._owner = owner
+        self._token = token
+        self._interval = heartbeat_interval
+        self._ssl = ssl.create_default_context(cafile=ca) if url.startswith("wss:") else None
+        self._requests: LinkRequests | None = None
+
+    @property
+    def registered(self) -> bool:
+        return self.state == "registered"
+
+    async def run(self) -> NoReturn:
+        """Serve the Master for as long as this task lives."""
+        failures = 0
+        while True:
+            try:
+                await self._once()
+                failures = 0
+            except (
+                ConnectionLost,
+                ConnectionClosed,
+                HandshakeError,
+                ProtocolError,
+                OSError,
+                trio.TooSlowError,
+            ) as error:
+                failures = 1 if self.registered else failures + 1
+                reason = str(error) or type(error).__name__
+                if self.state != reason:
+                    log.log(
+                        logging.ERROR if isinstance(error, ConnectionLost) and error.internal else logging.WARNING,
+                        "link to Master %s: %s",
+                        self.url,
+                        reason,
+                        exc_info=error if isinstance(error, ConnectionLost) and error.internal else None,
+                    )
+                self.state = reason
+            delay = min(_BACKOFF_FIRST * 2 ** min(failures, 10), _BACKOFF_MOST)
+            await trio.sleep(delay * random.uniform(0.5, 1.0))  # jitter, not cryptography
+
+    def announce_drain(self) -> None:
+        """Tell the Master, if there is one, that nothing new is taken."""
+        if self._requests is not None:
+            self._requests.send(Draining())
+            self._requests.send(self._role.stats())
+
+    def snapshot(self) -> dict[str, object]:
+        requests = self._requests.snapshot() if self._requests is not None else []
+        return {"master": self.url, "state": self.state, "requests": requests}
+
+    async def _once(self) -> None:
+        async with trio.open_nursery(strict_exception_groups=False) as nursery:
+            with trio.fail_after(_HANDSHAKE_TIMEOUT):
+                ws = await connect_websocket_url(
+                    nursery,
+                    self.url,
+                    ssl_context=self._ssl,
+                    message_queue_size=RECEIVE_QUEUE,
+                    max_message_size=MAX_FRAME_BYTES,
+                    receive_buffer_size=65536,
+                )
+            try:
+                with trio.fail_after(_HANDSHAKE_TIMEOUT):
+                    await self._shake_hands(ws)
+                await self._serve(ws)
+            finally:
+                with trio.move_on_after(1.0, shield=True):
+                    await ws.aclose()
+                nursery.cancel_scope.cancel()
+
+    async def _shake_hands(self, ws: WebSocketConnection) -> None:
+        challenge = decode_from_master(await ws.get_message())
+        if not isinstance(challenge, Challenge):
+            raise ProtocolError(f"expected a challenge, got {type(challenge).__name__}")
+        hello = signed(self._hello, self._token, challenge.nonce)
+        await ws.send_message(encode(hello))
+        answer = decode_from_master(await ws.get_message())
+        if isinstance(answer, Reject):
+            raise ProtocolError(f"refused: {answer.reason}")
+        if not isinstance(answer, Welcome):
+            raise ProtocolError(f"expected a welcome, got {type(answer).__name__}")
+        if not verify_master(self._token, hello.nonce, answer.master, answer.proof):
+            raise ProtocolError("the Master could not prove the cluster token")
+
+    async def _serve(self, ws: WebSocketConnection) -> None:
+        outbox = Outbox(encode=encode, control_limit=8192)
+        try:
+            async with connection_scope(
+                ws,
+                name=f"link {self.url}",
+                on_message=self._on_message,
+                outbox=outbox,
+                heartbeat=Heartbeat(self._interval, HEARTBEATS_MISSED * self._interval),
+                send_ping=lambda: outbox.control(self._role.stats()),
+            ) as connection:
+                self._requests = LinkRequests(connection, outbox)
+                self.state = "registered"
+                log.info("registered with Master %s", self.url)
+                outbox.control(self._role.stats())
+                await trio.sleep_forever()
+        finally:
+            self._requests = None
+            self._owner.link_lost(self)
+
+    def _on_message(self, message: bytes | str) -> None:
+        frame = decode_from_master(message)
+        requests = self._requests
+        assert requests is not None, "the reader ran before the body of its scope"
+        match frame:
+            case Ping():
+                pass
+            case Prefill():
+                self._role.accept_prefill(frame, requests)
+            case Decode():
+                self._role.accept_decode(frame, requests)
+            case Cancel():
+                requests.cancel(frame.id, frame.epoch)
+            case Release() | Renew():
+                for request in requests.find(frame.id, frame.epoch):
+                    if request.hold is not None:
+                        request.hold.renew() if isinstance(frame, Renew) else request.hold.end("released")
+            case PeerUp():
+                self._owner.peer_up(self, frame.node_id, frame.transfer)
+            case PeerDown():
+                self._owner.peer_down(self, frame.node_id, frame.incarnation)
+            case _:
+                raise ProtocolError(f"unexpected {type(frame).__name__} frame")

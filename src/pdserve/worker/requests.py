@@ -1,0 +1,122 @@
+"""The requests of one Master link on one node: each its own task, found by (id, epoch, choice), ended by Cancel."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import trio
+
+from pdserve.errors import FatalError, RequestError, TransferError
+from pdserve.wire.messages import Delta, Failed
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    import msgspec
+
+    from pdserve.nurseries.connection import Connection
+    from pdserve.nurseries.forwarder import Outbox
+
+log = logging.getLogger("pdserve.worker")
+
+Key = tuple[str, int, int]
+"""(request id, epoch, choice)"""
+
+
+@attrs.define(eq=False)
+class Request:
+    """One request on this node; its task's scope, and what it waits for, for `/debug/tree`."""
+
+    key: Key
+    scope: trio.CancelScope
+    since: float
+    phase: str = "start"
+    hold: Any = None
+    """P's hold of the pages, once there is one."""
+
+    def enter(self, phase: str) -> None:
+        self.phase, self.since = phase, trio.current_time()
+
+
+class LinkRequests:
+    """What a role needs of a Master link: sending frames, and running a request's task as a child of the connection."""
+
+    def __init__(self, connection: Connection, outbox: Outbox) -> None:
+        self._connection = connection
+        self._outbox = outbox
+        self._requests: dict[Key, Request] = {}
+
+    def send(self, frame: msgspec.Struct) -> None:
+        """Queue a control frame."""
+        self._outbox.control(frame)
+
+    def emit(self, delta: Delta) -> None:
+        """Queue output; deltas of a choice that still wait are merged."""
+        self._outbox.data((delta.id, delta.epoch, delta.choice), delta, merge_deltas)
+
+    def start(self, key: Key, run: Callable[..., Awaitable[None]], *args: Any) -> None:  # noqa: ANN401
+        """Run `run(request, *args)` in a task of its own. Its failure becomes a `Failed` frame, never a silent end."""
+        request = Request(key, trio.CancelScope(), trio.current_time())
+        self._requests[key] = request
+        self._connection.start_soon(self._run, request, run, *args, name=f"request {key[0]}/{key[1]}/{key[2]}")
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._requests
+
+    def find(self, id_: str, epoch: int) -> list[Request]:
+        """The tasks of a request: one per choice."""
+        return [request for key, request in self._requests.items() if key[:2] == (id_, epoch)]
+
+    def cancel(self, id_: str, epoch: int) -> None:
+        for request in self.find(id_, epoch):
+            request.scope.cancel()
+            self._outbox.discard(request.key)
+
+    def snapshot(self) -> list[dict[str, object]]:
+        now = trio.current_time()
+        return [
+            {
+                "id": r.key[0],
+                "epoch": r.key[1],
+                "choice": r.key[2],
+                "phase": r.phase,
+                "seconds": round(now - r.since, 3),
+            }
+            for r in self._requests.values()
+        ]
+
+    async def _run(self, request: Request, run: Callable[..., Awaitable[None]], *args: object) -> None:
+        id_, epoch, choice = request.key
+        try:
+            with request.scope:
+                await run(request, *args)
+        except FatalError:
+            raise
+        except RequestError as error:
+            self.send(Failed(id_, epoch, error.code, error.message, error.param, choice))
+        except TransferError as error:
+            self.send(Failed(id_, epoch, "transfer_failed", f"the KV transfer failed: {error}", None, choice))
+        except Exception:
+            log.exception("request %s/%d failed", id_, epoch)
+            self.send(Failed(id_, epoch, "worker_failed", "the worker failed while serving this request", None, choice))
+        finally:
+            del self._requests[request.key]
+
+
+def merge_deltas(old: Delta, new: Delta) -> Delta:
+    """Two contiguous deltas as one. Raises ValueError on a gap, which is a bug of the emitter."""
+    if new.start_index != old.start_index + len(old.token_ids):
+        raise ValueError(f"output of {new.id} jumps from {old.start_index + len(old.token_ids)} to {new.start_index}")
+    return Delta(
+        old.id,
+        old.epoch,
+        old.start_index,
+        old.token_ids + new.token_ids,
+        old.text + new.text,
+        old.logprobs + new.logprobs,
+        new.finish,
+        new.stop_reason,
+        old.choice,
+    )

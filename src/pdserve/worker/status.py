@@ -1,0 +1,48 @@
+"""The node's own pages: `/livez`, `/readyz`, `/metrics`, `/debug/tree`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from pdserve.nurseries.tree import snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.requests import Request
+
+    from pdserve.telemetry.metrics import WorkerMetrics
+    from pdserve.worker.link import MasterLink, Role
+
+
+def status_app(role: Role, links: Sequence[MasterLink], metrics: WorkerMetrics) -> Starlette:
+    """Ready means: registered with every Master that can be reached, and not draining."""
+
+    async def livez(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def readyz(request: Request) -> Response:
+        reasons = ["draining"] if role.draining else []
+        reasons += [f"{link.url}: {link.state}" for link in links if not link.registered]
+        ready = not role.draining and any(link.registered for link in links)
+        return JSONResponse({"ready": ready, "reasons": reasons}, 200 if ready else 503)
+
+    async def metrics_page(request: Request) -> Response:
+        return Response(metrics.render(), media_type=metrics.content_type)
+
+    async def tree(request: Request) -> Response:
+        page: dict[str, Any] = {"links": [link.snapshot() for link in links], "tasks": snapshot()}
+        return JSONResponse(page)
+
+    return Starlette(
+        routes=[
+            Route("/livez", livez),
+            Route("/readyz", readyz),
+            Route("/metrics", metrics_page),
+            Route("/debug/tree", tree),
+        ]
+    )
