@@ -54,7 +54,7 @@ def flags_of(config: type[CommonConfig]) -> list[Flag]:
                 variables=tuple(parameter.env_var or ()) or (variable(field.name),),
                 default=field.default,
                 help=parameter.help or "",
-                shown=parameter.show,
+                shown=parameter.show is not False,
             )
         )
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import trio
@@ -20,14 +19,14 @@ _STDERR = 2
 
 
 class ChildProcess:
-    """One running `python -m pdserve …`, as a context manager: left, it is dead and its resources are back.
+    """One running child, as a context manager: left, it is dead and its resources are back.
 
     Started here and not by `trio.lowlevel.open_process`, which starts processes from a worker thread: the kernel would
     deliver the child's parent-death signal when that thread ends (see `control.tie_to_parent`). The child's stdout is
     the parent's stderr, so that what libraries print does not mix with what `up` prints.
     """
 
-    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], *, restarts: int = 0) -> None:
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], *, restarts: int = 0) -> None:
         """Start it. Raises `OSError` when the system refuses."""
         their_end, self._control = os.pipe()
         self._pidfd = -1
@@ -38,13 +37,18 @@ class ChildProcess:
                 control.UP_PID: str(os.getpid()),
                 control.RESTARTS: str(restarts),
             }
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", "pdserve", *arguments],
-                env={**env, **own},
-                stdin=subprocess.DEVNULL,
-                stdout=_STDERR,
-                pass_fds=(their_end,),
-            )
+            # The child inherits the mask: Ctrl-C is not for it, from its first instruction on, and none is lost here.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                self._popen = subprocess.Popen(
+                    command,
+                    env={**env, **own},
+                    stdin=subprocess.DEVNULL,
+                    stdout=_STDERR,
+                    pass_fds=(their_end,),
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         except BaseException:
             os.close(self._control)
             raise

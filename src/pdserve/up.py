@@ -1,0 +1,297 @@
+"""`up`: a whole service on one machine as a supervised tree of processes.
+
+The children are `python -m pdserve master | prefill | decode`, the same as in a real deployment, each restarted on its
+own. A drain runs front to back: first the Master, so that nothing new comes in and what runs is finished, then the
+workers. Whatever happens, no child is left behind.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+import ssl
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import attrs
+import trio
+
+from pdserve import flags
+from pdserve.config import CommonConfig, DecodeConfig, MasterConfig, PrefillConfig, UpConfig, WorkerConfig, flag
+from pdserve.errors import ConfigError, FatalError, PdserveError
+from pdserve.nurseries.supervisor import ChildEvent, ChildSpec, Intensity, one_for_one
+from pdserve.process import ChildProcess, describe_exit
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+log = logging.getLogger("pdserve.up")
+
+RoleT = TypeVar("RoleT", bound=CommonConfig)
+
+_POLL = 0.2
+"""Seconds between two looks at /readyz while the service starts."""
+_PROBE_TIMEOUT = 5.0
+_MARGIN = 5.0
+"""Seconds that a child may take to leave on top of its own drain."""
+_LEAVE = 2.0
+"""Seconds between the end of the control pipe and SIGKILL."""
+_USELESS_TO_RESTART = (2, 3)
+"""Exit codes for an unusable flag and for something not installed: the next life would end the same way."""
+
+
+class ChildExitedError(PdserveError):
+    """A child process ended though nobody asked it to."""
+
+
+class ChildRefusedError(FatalError):
+    """A child cannot run with this configuration on this machine; its own message has said why."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@attrs.frozen
+class Child:
+    """What one child process is started with."""
+
+    name: str
+    role: str
+    config: CommonConfig
+
+
+def plan(config: UpConfig, cores: int) -> list[Child]:
+    """The children in the order in which they start. They are stopped in reverse order, so the Master comes last."""
+    share = max(1, cores // (config.prefill + config.decode))
+    scheme = "ws" if config.link_tls_cert is None else "wss"
+    own = f"{scheme}://{url_host(config.link_host)}:{config.link_port}"
+    children: list[Child] = []
+    roles: tuple[tuple[str, type[WorkerConfig], int], ...] = (
+        ("decode", DecodeConfig, config.decode),
+        ("prefill", PrefillConfig, config.prefill),
+    )
+    for role, kind, count in roles:
+        for _ in range(count):
+            number = len(children)
+            worker = _part(
+                config,
+                kind,
+                model=config.model_name,
+                masters=",".join(filter(None, (own, config.masters))),
+                # One name through all restarts, so that a new life replaces the old one at the Master.
+                node_id=f"{config.node_id or f'{socket.gethostname()}-{os.getpid()}'}-{role}-{number}",
+                threads=config.threads or share,
+                status_port=config.status_port + number if config.status_port else 0,
+            )
+            children.append(Child(f"{role}-{number}", role, worker))
+    children.append(Child("master", "master", _part(config, MasterConfig, model=config.model_name)))
+    return children
+
+
+def _part(config: UpConfig, kind: type[RoleT], **changes: object) -> RoleT:
+    """The fields of `config` that `kind` has."""
+    values: dict[str, Any] = {field.name: getattr(config, field.name) for field in attrs.fields(kind)}
+    values.update(changes)
+    return kind(**values)
+
+
+def url_host(host: str) -> str:
+    """`host` as it goes into a URL that this machine can open: a wildcard becomes loopback, IPv6 gets its brackets."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def with_usable_ports(config: UpConfig) -> UpConfig:
+    """Take a free port for each that is 0. Raises `ConfigError` naming a port that is taken, before anything starts."""
+    chosen = {}
+    for host_field, port_field in (("host", "port"), ("link_host", "link_port")):
+        host, port = getattr(config, host_field).strip("[]"), getattr(config, port_field)
+        name = f"{flag(port_field)} {port}"
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+                chosen[port_field] = probe.getsockname()[1]
+        except OSError as error:
+            raise ConfigError(
+                f"{name}: cannot listen on {host}: {error.strerror}. Is another pdserve running? "
+                f"Choose another port with {flag(port_field)}"
+            ) from error
+    if chosen["port"] == chosen["link_port"]:
+        raise ConfigError(f"--port and --link-port must differ, both are {chosen['port']}")
+    return attrs.evolve(config, **chosen)
+
+
+class _Tree:
+    """The running children of one `up`."""
+
+    def __init__(self, config: UpConfig, command: Sequence[str]) -> None:
+        self._command = command
+        own = flags.variables() | {"PDSERVE_CONFIG"}
+        # Everything a child is to know is on its command line; a variable must not change what a flag has reset.
+        self._env = {name: value for name, value in os.environ.items() if name not in own}
+        self._drain_timeout = config.drain_timeout
+        self._running: set[ChildProcess] = set()
+
+    def spec(self, child: Child) -> ChildSpec:
+        """How the supervisor is to run this child."""
+        lives = 0
+
+        async def run(*, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+            nonlocal lives
+            lives += 1
+            await self._run(child, lives - 1, task_status)
+
+        return ChildSpec(child.name, run, grace=self._drain_timeout + _MARGIN + 2 * _LEAVE)
+
+    def kill(self) -> None:
+        """SIGKILL for every child, now."""
+        for process in self._running:
+            process.kill()
+
+    async def _run(self, child: Child, restarts: int, task_status: trio.TaskStatus[None]) -> None:
+        """One life of a child. Cancelled, it drains the child and waits until it has left. Raises if it ends by itself."""
+        words = [*self._command, child.role, *flags.arguments(child.config)]
+        env = self._env | flags.secrets(child.config)
+        with ChildProcess(words, env, restarts=restarts) as process:
+            self._running.add(process)
+            try:
+                log.info("%s starts: pid %d", child.name, process.pid)
+                task_status.started()
+                try:
+                    status = await process.wait()
+                except trio.Cancelled:
+                    await self._drain(child, process)
+                    raise
+            finally:
+                self._running.discard(process)
+        if status in _USELESS_TO_RESTART:
+            raise ChildRefusedError(f"{child.name} cannot start, see its message above", status)
+        raise ChildExitedError(f"{child.name} {describe_exit(status)}")
+
+    async def _drain(self, child: Child, process: ChildProcess) -> None:
+        """SIGTERM, then the end of the pipe, then SIGKILL by leaving the context: each if the former was not heeded."""
+        with trio.CancelScope(shield=True):
+            process.terminate()
+            with trio.move_on_after(self._drain_timeout + _MARGIN):
+                await process.wait()
+                return
+            log.warning("%s has not drained in time", child.name)
+            process.leave()
+            with trio.move_on_after(_LEAVE):
+                await process.wait()
+                return
+            log.error("%s does not leave: killing it", child.name)
+
+
+async def run_up(config: UpConfig, command: Sequence[str] = (sys.executable, "-m", "pdserve")) -> None:
+    """Run the service until the first SIGINT or SIGTERM, drain it, and return. `command` starts a role.
+
+    A second signal kills all children and raises `KeyboardInterrupt`. Raises `IntensityExceeded` when children fail too
+    often, with the last failure as its cause.
+    """
+    config = with_usable_ports(config)
+    tree = _Tree(config, command)
+    children = plan(config, len(os.sched_getaffinity(0)))
+    stop = trio.Event()
+    interrupted = False
+
+    async def obey(signals: AsyncIterator[int]) -> None:
+        nonlocal interrupted
+        async for number in signals:
+            if stop.is_set():
+                log.warning("second signal: killing all children")
+                interrupted = True
+                tree.kill()
+            else:
+                log.info("%s: draining, again to stop at once", signal.Signals(number).name)
+                stop.set()
+
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(obey, signals, name="up.signals")
+            nursery.start_soon(_announce, config, stop, name="up.ready")
+            await one_for_one(
+                [tree.spec(child) for child in children],
+                intensity=Intensity(config.restart_intensity, config.restart_window),
+                on_event=_log_event,
+                stop=stop,
+            )
+            nursery.cancel_scope.cancel()
+    if interrupted:
+        raise KeyboardInterrupt
+    log.info("stopped")
+
+
+def _log_event(event: ChildEvent) -> None:
+    match event.kind:
+        case "failed":
+            log.error("%s", event.error)
+        case "restarting":
+            log.warning("%s restarts in %.1f s", event.child, event.delay)
+        case "overran":
+            log.error("%s did not stop in time", event.child)
+        case _:
+            log.debug("%s %s", event.child, event.kind)
+
+
+async def _announce(config: UpConfig, stop: trio.Event) -> None:
+    """Print the one ready line once the Master serves and all workers are registered with it."""
+    wanted = config.prefill + config.decode
+    said: list[str] = []
+    while not stop.is_set():
+        with suppress(OSError, ValueError, http.client.HTTPException):
+            status, document = await trio.to_thread.run_sync(probe, config, abandon_on_cancel=True)
+            nodes = len(document.get("nodes", ()))
+            if status == 200 and nodes >= wanted:
+                print(ready_line(config, str(document.get("model", config.model_name))), flush=True)
+                return
+            reasons = [str(reason) for reason in document.get("reasons", ())]
+            if reasons != said:
+                log.info("not ready yet, %d of %d workers: %s", nodes, wanted, "; ".join(reasons) or "waiting for more")
+                said = reasons
+        await trio.sleep(_POLL)
+
+
+def probe(config: UpConfig) -> tuple[int, dict[str, Any]]:
+    """What /readyz of the Master answers, within seconds. Raises OSError, ValueError or HTTPException if nothing."""
+    host = url_host(config.host).strip("[]")
+    connection: http.client.HTTPConnection
+    if config.tls_cert is None:
+        connection = http.client.HTTPConnection(host, config.port, timeout=_PROBE_TIMEOUT)
+    else:
+        # Our own child on our own machine: the certificate is for the clients, who call it by another name.
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(host, config.port, timeout=_PROBE_TIMEOUT, context=context)
+    try:
+        connection.request("GET", "/readyz")
+        response = connection.getresponse()
+        document = json.loads(response.read())
+    finally:
+        connection.close()
+    if not isinstance(document, dict):
+        raise ValueError("/readyz did not answer with an object")
+    return response.status, document
+
+
+def ready_line(config: UpConfig, model: str) -> str:
+    """Where the service is, and a command to paste that streams an answer."""
+    url = f"{'http' if config.tls_cert is None else 'https'}://{url_host(config.host)}:{config.port}"
+    body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
+    words = ["curl", "-N", f"{url}/v1/chat/completions", "-H", "content-type: application/json", "-d", json.dumps(body)]
+    if config.tls_cert is not None:
+        words.insert(1, "-k")
+    command = " ".join(map(shlex.quote, words))
+    if config.api_key:
+        command += ' -H "authorization: Bearer $PDSERVE_API_KEY"'  # the key itself is not for the screen
+    return f"pdserve is ready at {url}  try: {command}"
