@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
+from pdserve.errors import InvalidRequestError
 from pdserve.wire.messages import SamplingParams
 
 if TYPE_CHECKING:
@@ -26,8 +27,9 @@ def output_length(
     """
     room = max_len - prompt_tokens
     if room < 1:
-        raise fields.invalid(
-            prompt, f"has {prompt_tokens} tokens; this model takes {max_len} for prompt and output together"
+        raise InvalidRequestError(
+            f"{prompt}: has {prompt_tokens} tokens; this model takes {max_len} for prompt and output together",
+            param=prompt,
         )
     asked = [(name, fields.integer(name, low=1)) for name in names]
     for name, value in asked:
