@@ -1,3 +1,4 @@
+# ruff: noqa: PT012  (what must raise is the scope as a whole)
 import logging
 from contextlib import asynccontextmanager
 
