@@ -111,6 +111,12 @@ class Server:
         labels = {"endpoint": endpoint, "outcome": outcome}
         return self.metrics.registry.get_sample_value("pdserve_requests_total", labels) or 0
 
+    async def settled(self, endpoint, outcome, times=1):
+        """Wait until so many requests have ended this way: they end after their last byte."""
+        with trio.fail_after(5):
+            while self.counted(endpoint, outcome) != times:  # noqa: ASYNC110 - a counter has no event
+                await trio.sleep(0.005)
+
     async def connect(self, data=b"", **options):
         sock = trio.socket.socket()
         for option, value in options.items():
@@ -119,6 +125,11 @@ class Server:
         stream = trio.SocketStream(sock)
         await stream.send_all(data)
         return stream
+
+    async def talk(self, data):
+        """Send, and everything that comes back until the server closes."""
+        async with await self.connect(data) as stream:
+            return b"".join([chunk async for chunk in stream])
 
 
 @asynccontextmanager

@@ -1,6 +1,6 @@
+import pytest
 from starlette.exceptions import HTTPException
 
-import pytest
 from pdserve import errors
 from pdserve.http.errors import BodyTimeoutError, BodyTooLargeError, UnauthorizedError, error_reply
 
