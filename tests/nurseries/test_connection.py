@@ -4,7 +4,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from trio_websocket import ConnectionClosed
+from trio_websocket import ConnectionClosed, open_websocket, serve_websocket
 
 from pdserve.errors import FatalError, ProtocolError
 from pdserve.nurseries.connection import ConnectionLost, connection_scope
@@ -555,3 +555,62 @@ async def test_task_names(link, autojump_clock):
         names = {task.name for task in connection.nursery.child_tasks}
         assert {"link.reader", "link.heartbeat", "child"} < names
         assert any(name.endswith("hang") for name in names)
+
+
+@pytest.mark.trio
+async def test_both_ends_over_tcp_and_a_bad_client_harms_no_other():
+    ends, both_ended = [], trio.Event()
+
+    def parts():
+        return {
+            "outbox": Outbox(encode=lambda frame: frame),
+            "heartbeat": Heartbeat(5, 15),
+            "send_ping": lambda: None,
+        }
+
+    async def handler(request):
+        ws = await request.accept()
+        server = parts()
+
+        def echo(message):
+            if message == b"bad":
+                raise ProtocolError("bad frame")
+            server["outbox"].control(message)
+
+        try:
+            async with connection_scope(ws, name="server", on_message=echo, **server):
+                await hang()
+        except ConnectionLost as exc:
+            ends.append(exc.reason)
+            if len(ends) == 2:
+                both_ended.set()
+
+    async def client(messages):
+        got, all_there = [], trio.Event()
+
+        def on_message(message):
+            got.append(message)
+            if len(got) == len(messages):
+                all_there.set()
+
+        client = parts()
+        async with (
+            open_websocket("127.0.0.1", server.port, "/", use_ssl=False) as ws,
+            connection_scope(ws, name="client", on_message=on_message, **client) as connection,
+        ):
+            for message in messages:
+                client["outbox"].control(message)
+            await all_there.wait()
+            connection.close(4000, "had enough")
+        return got
+
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            server = await nursery.start(serve_websocket, handler, "127.0.0.1", 0, None)
+            with pytest.raises(ConnectionLost, match="1002 bad frame"):
+                await client([b"fine", b"bad"])
+            big = [bytes([k]) * 200_000 for k in range(20)]
+            assert await client(big) == big
+            await both_ended.wait()
+            nursery.cancel_scope.cancel()
+    assert ends == ["bad frame", "closed by peer: 4000 had enough"]

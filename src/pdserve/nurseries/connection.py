@@ -113,22 +113,24 @@ class Connection:
     async def _shut(self, outbox: Outbox, timeout: float, cancelled: bool) -> None:
         """Close the socket, politely if that is possible within `timeout`. Never writes behind half a frame."""
         self._closing = True
-        with trio.move_on_after(timeout, shield=True):
-            async with trio.open_nursery() as closing:
-                closing.start_soon(self._discard, name=f"{self.name}.discard")
-                if not self._failures:
-                    await outbox.flush(timeout / 2)
-                outbox.close()
-                whole = await outbox.settled()
-                if self._ws.closed is None:
-                    if whole:
-                        code, reason = self._farewell(cancelled)
-                        await self._ws.aclose(code, _truncate(reason))
-                    closing.cancel_scope.cancel()
-                # Otherwise the peer closed first: `_discard` returns when it has had its answer.
-        outbox.close()
-        # `ws.aclose` leaves the stream open when the peer has closed first, or has sent too large a message.
-        await trio.aclose_forcefully(self._ws._stream)
+        try:
+            with trio.move_on_after(timeout, shield=True):
+                async with trio.open_nursery() as closing:
+                    closing.start_soon(self._discard, name=f"{self.name}.discard")
+                    if not self._failures:
+                        await outbox.flush(timeout / 2)
+                    outbox.close()
+                    whole = await outbox.settled()
+                    if self._ws.closed is None:
+                        if whole:
+                            code, reason = self._farewell(cancelled)
+                            await self._ws.aclose(code, _truncate(reason))
+                        closing.cancel_scope.cancel()
+                    # Otherwise the peer closed first: `_discard` returns when it has had its answer.
+        finally:
+            outbox.close()
+            # `ws.aclose` leaves the stream open when the peer has closed first, or has sent too large a message.
+            await trio.aclose_forcefully(self._ws._stream)
 
     def _raise(self, others: list[BaseException]) -> None:
         """Raise the one exception that this connection's end comes to, if any.
