@@ -1,0 +1,142 @@
+"""A running Master: the registry, the node links, the coordinator. Imports neither torch nor nixl."""
+
+from __future__ import annotations
+
+import ssl
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import msgspec
+import trio
+from trio_websocket import WebSocketServer
+
+from pdserve.ids import RequestIds, new_incarnation
+from pdserve.master.coordinator import Coordinator
+from pdserve.master.links import NodeLinks
+from pdserve.master.registry import Registry
+from pdserve.master.selector import Selector
+from pdserve.master.service import Readiness
+from pdserve.nurseries.tree import snapshot
+from pdserve.wire.codec import MAX_FRAME_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from contextlib import AbstractAsyncContextManager
+    from socket import socket
+
+    from pdserve.config import MasterConfig
+    from pdserve.master.output import GenerationOutput
+    from pdserve.master.service import GenerationRequest
+    from pdserve.telemetry.metrics import MasterMetrics
+    from pdserve.wire.messages import ModelCard
+
+_RECEIVE_QUEUE = 1024
+
+
+@attrs.define(eq=False)
+class Master:
+    """Implements `service.MasterService`."""
+
+    registry: Registry
+    coordinator: Coordinator
+    own_card: ModelCard
+    draining: bool = False
+
+    @property
+    def card(self) -> ModelCard:
+        limit = min([self.own_card.max_len, *(node.hello.model.max_len for node in self.registry.nodes())])
+        return msgspec.structs.replace(self.own_card, max_len=limit)
+
+    @property
+    def max_capacity(self) -> int:
+        return max((node.hello.capacity for node in self.registry.nodes("decode")), default=0)
+
+    def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[GenerationOutput]:
+        return self.coordinator.generate(request)
+
+    def readiness(self) -> Readiness:
+        """Ready: not draining, and at least one Prefill and one Decode node that can work together."""
+        prefills, decodes = self.registry.nodes("prefill"), self.registry.nodes("decode")
+        reasons = ["draining"] if self.draining else []
+        reasons += [
+            f"no {role} node is registered" for role, found in (("Prefill", prefills), ("Decode", decodes)) if not found
+        ]
+        layouts = {node.hello.layout for node in prefills if not node.stats.draining}
+        pairs = [node for node in decodes if node.hello.layout in layouts and not node.stats.draining]
+        if prefills and decodes and not pairs:
+            reasons.append("no Decode node has the KV layout of a Prefill node, or all drain")
+        for node in decodes:
+            if layouts and node.hello.layout not in layouts:
+                reasons.append(f"decode {node.node_id} is unmatched: no Prefill node with its KV layout")
+        reasons += [f"refused {reason}" for reason in self.registry.refused.values()]
+        return Readiness(bool(pairs) and not self.draining, tuple(reasons), tuple(self._describe()))
+
+    def tree(self) -> dict[str, Any]:
+        return {"requests": self.coordinator.snapshot(), "nodes": self._describe(), "tasks": snapshot()}
+
+    def _describe(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "node": node.node_id,
+                "role": node.role,
+                "incarnation": node.hello.incarnation,
+                "generation": node.generation,
+                "capacity": node.hello.capacity,
+                "status_url": node.hello.status_url,
+                "requests": len(node.mailboxes),
+                **msgspec.structs.asdict(node.stats),
+            }
+            for node in self.registry.nodes()
+        ]
+
+
+@asynccontextmanager
+async def open_master(
+    config: MasterConfig, card: ModelCard, metrics: MasterMetrics, listeners: Sequence[socket]
+) -> AsyncIterator[Master]:
+    """A Master that accepts nodes on `listeners` while the context lasts; leaving ends requests, then links."""
+    registry, incarnation = Registry(), new_incarnation()
+    links = NodeLinks(
+        registry,
+        metrics,
+        card,
+        incarnation,
+        token=config.cluster_token,
+        heartbeat_interval=config.heartbeat_interval,
+        need_admission=not config.disable_admission,
+    )
+    server = WebSocketServer(
+        links.handle,
+        _stream_listeners(config, listeners),
+        message_queue_size=_RECEIVE_QUEUE,
+        max_message_size=MAX_FRAME_BYTES,
+        receive_buffer_size=65536,
+    )
+    async with trio.open_nursery() as link_nursery:
+        await link_nursery.start(server.run, name="node links")
+        async with trio.open_nursery() as request_nursery:
+            coordinator = Coordinator(
+                registry,
+                Selector(),
+                RequestIds(incarnation),
+                metrics,
+                request_nursery,
+                admission_timeout=None if config.disable_admission else config.admission_timeout,
+                total_deadline=config.total_deadline,
+                retry=config.retry,
+            )
+            yield Master(registry, coordinator, card)
+            request_nursery.cancel_scope.cancel()
+        link_nursery.cancel_scope.cancel()
+
+
+def _stream_listeners(
+    config: MasterConfig, sockets: Sequence[socket]
+) -> list[trio.SocketListener] | list[trio.SSLListener[trio.SocketStream]]:
+    plain = [trio.SocketListener(trio.socket.from_stdlib_socket(sock)) for sock in sockets]
+    if config.link_tls_cert is None:
+        return plain
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(config.link_tls_cert, config.link_tls_key)
+    return [trio.SSLListener(listener, context) for listener in plain]

@@ -1,0 +1,152 @@
+"""The Master's side of node links: handshake, registration, routing of frames. One bad node costs only itself."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+from trio_websocket import ConnectionClosed
+
+from pdserve.errors import ProtocolError
+from pdserve.nurseries.connection import GOING_AWAY, POLICY, ConnectionLost, connection_scope
+from pdserve.nurseries.forwarder import Outbox
+from pdserve.nurseries.heartbeat import Heartbeat
+from pdserve.wire.codec import decode_from_node, encode
+from pdserve.wire.handshake import judge, master_proof, new_nonce
+from pdserve.wire.messages import Challenge, Draining, Hello, NodeStats, Ping, Reject, Welcome
+
+if TYPE_CHECKING:
+    import msgspec
+    from trio_websocket import WebSocketConnection, WebSocketRequest
+
+    from pdserve.ids import Incarnation
+    from pdserve.master.registry import Node, Registry
+    from pdserve.telemetry.metrics import MasterMetrics
+    from pdserve.wire.messages import ModelCard
+
+log = logging.getLogger("pdserve.links")
+
+_HANDSHAKE_TIMEOUT = 10.0
+_HEARTBEATS_MISSED = 3
+
+
+class NodeLinks:
+    """Accepts nodes. `handle` is a trio-websocket handler and never raises anything but cancellation."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        metrics: MasterMetrics,
+        card: ModelCard,
+        incarnation: Incarnation,
+        *,
+        token: str,
+        heartbeat_interval: float,
+        need_admission: bool,
+    ) -> None:
+        self._registry = registry
+        self._metrics = metrics
+        self._card = card
+        self._incarnation = incarnation
+        self._token = token
+        self._interval = heartbeat_interval
+        self._need_admission = need_admission
+
+    async def handle(self, request: WebSocketRequest) -> None:
+        """One connection from its upgrade to its end; the border at which its failures stop."""
+        try:
+            with trio.fail_after(_HANDSHAKE_TIMEOUT):
+                ws = await request.accept()
+                hello = await self._shake_hands(ws)
+            if hello is not None:
+                await self._serve(ws, hello)
+        except (ConnectionClosed, trio.TooSlowError, ProtocolError, OSError) as error:
+            log.warning("a node link ended in its handshake: %s", str(error) or type(error).__name__)
+        except Exception:
+            log.exception("a node link failed")
+
+    async def _shake_hands(self, ws: WebSocketConnection) -> tuple[Hello, int] | None:
+        challenge = new_nonce()
+        await ws.send_message(encode(Challenge(challenge)))
+        hello = decode_from_node(await ws.get_message())
+        if not isinstance(hello, Hello):
+            raise ProtocolError(f"expected a hello, got {type(hello).__name__}")
+        verdict = judge(
+            hello, token=self._token, challenge=challenge, card=self._card, need_admission=self._need_admission
+        )
+        if isinstance(verdict, Reject):
+            log.warning("refused %s node %s: %s", hello.role, hello.node_id, verdict.reason)
+            if verdict.code != "unauthorised":  # whoever cannot prove the token gets no say in what we show
+                self._registry.refused[hello.node_id] = f"{hello.role} {hello.node_id}: {verdict.reason}"
+            await ws.send_message(encode(verdict))
+            await ws.aclose(POLICY, verdict.code)
+            return None
+        return hello, verdict
+
+    async def _serve(self, ws: WebSocketConnection, agreed: tuple[Hello, int]) -> None:
+        hello, version = agreed
+        outbox = Outbox(encode=encode, control_limit=65536)
+        name = f"{hello.role} {hello.node_id}"
+        closing: list[str] = []
+        left = trio.Event()
+        reason = "closed"
+
+        def close(why: str) -> None:
+            closing.append(why)
+            left.set()
+
+        with self._registry.registered(hello, outbox.control, close) as node:
+            proof = master_proof(self._token, hello.nonce, self._incarnation)
+            outbox.control(Welcome(node.generation, version, self._incarnation, proof))
+            self._registry.introduce(node)
+            self._metrics.node_connected(hello.role)
+            log.info("%s registered (capacity %d)", name, hello.capacity)
+            try:
+                async with connection_scope(
+                    ws,
+                    name=name,
+                    on_message=partial(self._on_message, node),
+                    outbox=outbox,
+                    heartbeat=Heartbeat(self._interval, _HEARTBEATS_MISSED * self._interval),
+                    send_ping=lambda: outbox.control(Ping()),
+                ) as connection:
+                    await left.wait()
+                    connection.close(GOING_AWAY, closing[0])
+                reason = "replaced"
+            except ConnectionLost as lost:
+                reason = "lost"
+                log.log(
+                    logging.ERROR if lost.internal else logging.WARNING,
+                    "%s: %s",
+                    name,
+                    lost.reason,
+                    exc_info=lost if lost.internal else None,
+                )
+            finally:
+                self._metrics.node_lost(hello.role, reason)
+                if self._registry.is_current(node):
+                    self._metrics.forget_node(hello.node_id)
+
+    def _on_message(self, node: Node, message: bytes | str) -> None:
+        frame = decode_from_node(message)
+        match frame:
+            case Ping():
+                pass
+            case NodeStats():
+                node.stats = frame
+                node.assigned_tokens = 0
+                self._metrics.set_node(node.node_id, node.role, frame)
+            case Draining():
+                log.info("%s %s drains", node.role, node.node_id)
+            case Hello():
+                raise ProtocolError("a second hello")
+            case _:
+                self._route(node, frame)
+
+    def _route(self, node: Node, frame: msgspec.Struct) -> None:
+        """A frame about a request that is not this node's any more (older epoch, cancelled) changes nothing."""
+        mailbox = node.mailboxes.get((frame.id, frame.epoch))  # type: ignore[attr-defined]
+        if mailbox is not None:
+            mailbox.deliver(node, frame)
