@@ -11,7 +11,7 @@ import ipaddress
 import math
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path  # noqa: TC003  (cyclopts reads the annotations)
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -139,8 +139,9 @@ def parse_faults(text: str) -> Faults:
     return Faults(**found)
 
 
-def _split_keys(_: object, value: str) -> list[str]:
-    return value.replace(",", " ").split()
+def _split_keys(values: Iterable[str]) -> tuple[str, ...]:
+    """Keys contain neither commas nor spaces, so one variable can hold several of them."""
+    return tuple(key for value in values for key in value.replace(",", " ").split())
 
 
 @frozen(kw_only=True, slots=False)
@@ -207,12 +208,11 @@ class MasterConfig(AdmissionConfig):
     api_key: Annotated[
         tuple[str, ...],
         Parameter(
-            help="Key that clients must send as a bearer token; repeatable. None: open to all.",
-            env_var_split=_split_keys,
+            help="Keys that clients may send as bearer token; repeatable or separated by commas. None: open to all.",
             show_default=False,
             negative=(),
         ),
-    ] = field(default=(), converter=tuple, repr=False)
+    ] = field(default=(), converter=_split_keys, repr=False)
     reservation_ttl: Annotated[float, Parameter(help="Seconds a reservation for n > 1 stays unclaimed.")] = field(
         default=5.0, validator=_more_than(0)
     )
