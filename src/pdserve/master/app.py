@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import msgspec
 import trio
-from trio_websocket import WebSocketServer
 
 from pdserve.ids import RequestIds, new_incarnation
 from pdserve.master.coordinator import Coordinator
@@ -18,7 +17,6 @@ from pdserve.master.registry import Registry
 from pdserve.master.selector import Selector
 from pdserve.master.service import Readiness
 from pdserve.nurseries.tree import snapshot
-from pdserve.wire.codec import MAX_FRAME_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
     from pdserve.master.service import GenerationRequest
     from pdserve.telemetry.metrics import MasterMetrics
     from pdserve.wire.messages import ModelCard
-
-_RECEIVE_QUEUE = 1024
 
 
 @attrs.define(eq=False)
@@ -106,15 +102,8 @@ async def open_master(
         heartbeat_interval=config.heartbeat_interval,
         need_admission=not config.disable_admission,
     )
-    server = WebSocketServer(
-        links.handle,
-        _stream_listeners(config, listeners),
-        message_queue_size=_RECEIVE_QUEUE,
-        max_message_size=MAX_FRAME_BYTES,
-        receive_buffer_size=65536,
-    )
     async with trio.open_nursery() as link_nursery:
-        await link_nursery.start(server.run, name="node links")
+        await link_nursery.start(trio.serve_listeners, links.handle, _stream_listeners(config, listeners))
         async with trio.open_nursery() as request_nursery:
             coordinator = Coordinator(
                 registry,

@@ -251,7 +251,9 @@ class _Attempt:
                 case Admitted():
                     return
                 case Busy() as busy:
-            XX = [n for n in self._owner._registry.nodes("decode") if n.node_id != decode.node_id]
+                    self._leave(decode)
+                    self._decode = None
+                    others = [n for n in self._owner._registry.nodes("decode") if n.node_id != decode.node_id]
                     if full or busy.reason == "timeout" or not others:
                         raise ServerBusyError(
                             "Decode is full, try again later", reason=busy.reason, retry_after=busy.retry_after

@@ -7,19 +7,20 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
-from trio_websocket import ConnectionClosed
+from trio_websocket import ConnectionClosed, HandshakeError, wrap_server_stream
 
 from pdserve.errors import ProtocolError
 from pdserve.nurseries.connection import GOING_AWAY, POLICY, ConnectionLost, connection_scope
 from pdserve.nurseries.forwarder import Outbox
+from pdserve.nurseries.groups import leaves
 from pdserve.nurseries.heartbeat import Heartbeat
-from pdserve.wire.codec import decode_from_node, encode
+from pdserve.wire.codec import MAX_FRAME_BYTES, decode_from_node, encode
 from pdserve.wire.handshake import judge, master_proof, new_nonce
 from pdserve.wire.messages import Challenge, Draining, Hello, NodeStats, Ping, Reject, Welcome
 
 if TYPE_CHECKING:
     import msgspec
-    from trio_websocket import WebSocketConnection, WebSocketRequest
+    from trio_websocket import WebSocketConnection
 
     from pdserve.ids import Incarnation
     from pdserve.master.registry import Node, Registry
@@ -30,10 +31,12 @@ log = logging.getLogger("pdserve.links")
 
 _HANDSHAKE_TIMEOUT = 10.0
 _HEARTBEATS_MISSED = 3
+_RECEIVE_QUEUE = 1024
+_EXPECTED = (ConnectionClosed, HandshakeError, trio.TooSlowError, ProtocolError, OSError, trio.BrokenResourceError)
 
 
 class NodeLinks:
-    """Accepts nodes. `handle` is a trio-websocket handler and never raises anything but cancellation."""
+    """Accepts nodes. `handle` never raises anything but cancellation."""
 
     def __init__(
         self,
@@ -54,18 +57,32 @@ class NodeLinks:
         self._interval = heartbeat_interval
         self._need_admission = need_admission
 
-    async def handle(self, request: WebSocketRequest) -> None:
-        """One connection from its upgrade to its end; the border at which its failures stop."""
+    async def handle(self, stream: trio.abc.Stream) -> None:
+        """One connection from its upgrade to its end; the border at which its failures stop.
+
+        A nursery per connection, not trio-websocket's server: there an error in one reader task ends them all.
+        """
         try:
-            with trio.fail_after(_HANDSHAKE_TIMEOUT):
-                ws = await request.accept()
-                hello = await self._shake_hands(ws)
-            if hello is not None:
-                await self._serve(ws, hello)
-        except (ConnectionClosed, trio.TooSlowError, ProtocolError, OSError) as error:
-            log.warning("a node link ended in its handshake: %s", str(error) or type(error).__name__)
-        except Exception:
-            log.exception("a node link failed")
+            async with stream, trio.open_nursery() as nursery:
+                with trio.fail_after(_HANDSHAKE_TIMEOUT):
+                    request = await wrap_server_stream(
+                        nursery,
+                        stream,
+                        message_queue_size=_RECEIVE_QUEUE,
+                        max_message_size=MAX_FRAME_BYTES,
+                        receive_buffer_size=65536,
+                    )
+                    ws = await request.accept()
+                    hello = await self._shake_hands(ws)
+                if hello is not None:
+                    await self._serve(ws, hello)
+                nursery.cancel_scope.cancel()
+        except Exception as error:
+            causes = list(leaves(error))
+            if all(isinstance(cause, _EXPECTED) for cause in causes):
+                log.warning("a node link ended in its handshake: %s", str(causes[0]) or type(causes[0]).__name__)
+            else:
+                log.exception("a node link failed")
 
     async def _shake_hands(self, ws: WebSocketConnection) -> tuple[Hello, int] | None:
         challenge = new_nonce()
