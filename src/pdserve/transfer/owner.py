@@ -1,0 +1,472 @@
+"""The process-level owner of KV transfers: the one caller of the agent, for all requests of all Master links.
+
+Its task makes rounds. A round collects what there is to do (admit and remove peers, post reads, send notes, poll what
+is running, drain notifications), lets `Calls` do it in one batch, and applies the results; all decisions are synchronous.
+A failed or hung call ends `run` with FatalError: the process exits, which is the certain end of every transfer.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import attrs
+import msgspec
+import trio
+
+from pdserve.errors import FatalError, PeerDisconnectedError, TransferError
+from pdserve.nurseries.poller import Poller
+from pdserve.transfer.agent import KvHandle
+from pdserve.transfer.calls import Call, InlineCalls, ThreadCalls
+from pdserve.transfer.holds import HoldTable
+from pdserve.transfer.peers import Add, PeerTable, authenticate, sign
+from pdserve.transfer.pull import Note, Pull, Stage, decode_note, encode_note
+from pdserve.transfer.quarantine import Quarantine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdserve.transfer.agent import TransferAgent
+    from pdserve.transfer.holds import Hold
+    from pdserve.wire.messages import TransferMetadata
+
+logger = logging.getLogger(__name__)
+
+_MAX_NOTES = 4096
+"""Notes that wait for a peer, in or out; the oldest goes first, and its pull ends by its own timeout."""
+_MAX_PAGE = 1 << 40
+_MAX_ADDRESS = 1 << 62
+
+
+class Memory(Protocol):
+    """What the owner needs of the engine's `KvMemory`."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+
+
+@attrs.frozen
+class TransferStatistics:
+    running: int
+    """Reads that are not terminal, abandoned ones included."""
+    quarantined: int
+    """Pages in quarantine."""
+    peers: int
+    """Peers admitted to the agent."""
+    holds: int
+
+
+@attrs.define
+class _Letter:
+    """A note that waits until the peer it came from or goes to is known or usable."""
+
+    peer: str
+    note: Note
+    deadline: float
+    retried: bool = False
+
+
+class TransferOwner:
+    """See the module. Every method but `run` is synchronous, and called from the trio thread."""
+
+    metadata: TransferMetadata
+    """Signed, for `Hello`. Set once `run` has started."""
+
+    def __init__(
+        self,
+        agent: TransferAgent,
+        memory: Memory,
+        *,
+        token: str = "",
+        threaded: bool,
+        call_timeout: float = 60.0,
+        confirm_timeout: float = 5.0,
+        transfer_timeout: float = 30.0,
+        cache: Any,  # noqa: ANN401
+        delay: float = 0.0,
+        fail: Callable[[], bool] | None = None,
+    ) -> None:
+        """`cache` has `quarantine(pages)` and `unquarantine(pages)` (KvCache). Times are seconds.
+
+        Seams for tests: each read is posted `delay` seconds late and counts as running meanwhile; it fails if `fail()`.
+        """
+        self._agent = agent
+        self._memory = memory
+        self._total_pages = memory.nbytes // memory.page_bytes
+        self._token = token
+        self._confirm_timeout = confirm_timeout
+        self._cache = cache
+        self._delay = delay
+        self._fail = fail
+        self._limits = {
+            Stage.QUEUED: confirm_timeout,
+            Stage.READING: transfer_timeout,
+            Stage.CONFIRMING: confirm_timeout,
+        }
+        self._calls: InlineCalls | ThreadCalls = ThreadCalls(call_timeout) if threaded else InlineCalls()
+        self._poller = Poller(poll=self._round, busy=self._busy)
+        self._peers = PeerTable()
+        self._holds = HoldTable(trio.current_time)
+        self._new_hold = trio.Event()
+        self._quarantine = Quarantine()
+        self._pull_ids = count(1)
+        self._queued: list[Pull] = []
+        self._due: list[tuple[float, Pull]] = []
+        """Reads to post, each at its time."""
+        self._reads: dict[int, Pull] = {}
+        """By id, all in stage READING: due, being posted, or running."""
+        self._handles: dict[int, int] = {}
+        """The agent's handles of the running ones."""
+        self._confirming: dict[int, Pull] = {}
+        """By nonce."""
+        self._inbox: list[_Letter] = []
+        self._outbox: list[_Letter] = []
+        self._terminal: list[int] = []
+        """Handles to release."""
+        self._progress = False
+        self._closed = False
+
+    # --- life
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> NoReturn:
+        """Register the memory, then work until cancelled. Raises FatalError, alone or in a group. To be run once."""
+        memory = self._memory
+        try:
+            register = Call("register", self._agent.register, (memory.address, memory.nbytes, memory.device), _ignore)
+            results = await self._calls.run([register, Call("metadata", self._agent.metadata, (), _ignore)])
+            for result in results:
+                if isinstance(result, TransferError):
+                    raise FatalError(f"the KV memory cannot be registered: {result}") from result
+            self.metadata = sign(self._agent.name, results[1], self._token)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._expire_holds, name="transfer: hold timer")
+                nursery.start_soon(self._poller.run, name="transfer: rounds")
+                task_status.started()
+        finally:
+            await self._close()
+        raise FatalError("a task of the transfer owner returned")
+
+    async def _close(self) -> None:
+        """Destroy the agent, bounded in time. Then nothing can land any more, so that pages leave the quarantine."""
+        self._closed = True
+        destroyed = await self._calls.close(self._agent.close)
+        closed = TransferError("the transfer owner has been closed")
+        for pull in [*self._queued, *self._confirming.values(), *self._reads.values()]:
+            pull.fail(closed)
+            if destroyed or pull.stage is not Stage.READING:
+                self._leave_quarantine(pull)
+                pull.enter(Stage.ENDED)
+        self._queued.clear()
+        self._confirming.clear()
+        if destroyed:
+            self._reads.clear()
+        self._holds.end_all("released")
+
+    def stats(self) -> TransferStatistics:
+        return TransferStatistics(
+            running=len(self._reads), quarantined=self._quarantine.count, peers=len(self._peers), holds=len(self._holds)
+        )
+
+    # --- peers, reported by any Master link
+
+    def peer_up(self, link: object, node_id: str, metadata: TransferMetadata) -> None:
+        """`link` reports a peer; it is admitted to the agent soon after. Raises ProtocolError if it is not authentic.
+
+        `metadata.agent` contains the incarnation of its node.
+        """
+        authenticate(metadata, self._token)
+        if metadata.agent != self._agent.name:
+            self._peers.seen(metadata.agent, link, node_id=node_id, blob=metadata.blob)
+            self._poller.kick()
+
+    def peer_down(self, link: object, node_id: str, incarnation: str) -> None:
+        """A hint: `link` no longer sees that life of the peer. Removed when no other does and nothing is in flight."""
+        self._peers.node_gone(node_id, incarnation, link)
+        self._poller.kick()
+
+    def link_lost(self, link: object) -> None:
+        """All that `link` has reported counts as gone."""
+        self._peers.link_lost(link)
+        self._poller.kick()
+
+    # --- the Prefill side
+
+    def hold(self, pages: Sequence[int], tokens: int, on_end: Callable[[str], None], timeout: float) -> Hold:
+        """Offer `pages`, which the caller keeps pinned until `on_end(reason)`, to be pulled within `timeout` seconds.
+
+        `on_end` is called exactly once, synchronously: `pulled`, `expired`, or the reason given to `Hold.end`.
+        """
+        self._check_open()
+
+        def encode(id_: int) -> bytes:
+            return msgspec.msgpack.encode(
+                KvHandle(self._agent.name, id_, self._memory.address, self._memory.page_bytes, tuple(pages), tokens)
+            )
+
+        hold = self._holds.add(encode, timeout, on_end)
+        self._new_hold.set()
+        self._poller.kick()
+        return hold
+
+    async def _expire_holds(self) -> NoReturn:
+        while True:
+            self._new_hold = trio.Event()
+            with trio.move_on_at(self._holds.next_deadline()):
+                await self._new_hold.wait()
+            self._holds.expire()
+
+    # --- the Decode side
+
+    def start_pull(self, handle: KvHandle, skip_pages: int, local: Sequence[int]) -> Pull:
+        """Begin to read `handle.pages[skip_pages:]` into the `local` pages, each of them the caller's. See `Pull`.
+
+        Raises TransferError when the handle does not fit; nothing is then started. With no page to read there is
+        nothing to confirm: the pull is over at once.
+        """
+        self._check_open()
+        remote = handle.pages[skip_pages:]
+        if handle.page_bytes != self._memory.page_bytes:
+            raise TransferError(f"{handle.agent} has pages of {handle.page_bytes} bytes, not {self._memory.page_bytes}")
+        if skip_pages < 0 or len(remote) != len(local):
+            raise TransferError(f"{len(handle.pages)} pages, {skip_pages} of them skipped, for {len(local)} local ones")
+        if not 0 < handle.address < _MAX_ADDRESS or not all(0 <= page < _MAX_PAGE for page in remote):
+            raise TransferError(f"the handle of {handle.agent} names impossible addresses")
+        if not all(0 <= page < self._total_pages for page in local):
+            raise TransferError(f"local pages outside of the pool of {self._total_pages}")
+        nonce = secrets.randbits(63)
+        pull = Pull(next(self._pull_ids), handle, remote, local, nonce, self._limits, self._abandon)
+        if local:
+            self._queued.append(pull)
+            self._peers.want(handle.agent)
+            self._poller.kick()
+        else:
+            pull.enter(Stage.ENDED)
+        return pull
+
+    def _abandon(self, pull: Pull) -> bool:
+        if pull.stage is Stage.READING:
+            self._cache.quarantine(pull.local)
+            self._quarantine.add(pull.id, pull.local, trio.current_time())
+            return True
+        if pull.stage is Stage.QUEUED:
+            self._queued.remove(pull)
+        elif pull.stage is Stage.CONFIRMING:
+            del self._confirming[pull.nonce]
+        if pull.stage is not Stage.ENDED:
+            pull.fail(TransferError(f"abandoned: {pull}"))
+            pull.enter(Stage.ENDED)
+        return False
+
+    # --- rounds
+
+    def _busy(self) -> bool:
+        return bool(self._reads or self._confirming or self._queued or self._inbox or self._outbox or len(self._holds))
+
+    async def _round(self) -> bool:
+        self._progress = False
+        calls = self._collect()
+        for call, result in zip(calls, await self._calls.run(calls), strict=True):
+            call.then(result)
+        now = trio.current_time()
+        if (reason := self._quarantine.over_limit(self._total_pages, now)) is not None:
+            raise FatalError(reason)
+        return self._progress
+
+    def _collect(self) -> list[Call]:
+        agent, now = self._agent, trio.current_time()
+        calls: list[Call] = [Call("release", agent.release, (handle,), _ignore) for handle in self._terminal]
+        self._terminal.clear()
+        for action in self._peers.actions():
+            if isinstance(action, Add):
+                calls.append(Call("add_peer", agent.add_peer, (action.blob,), partial(self._added, action.agent)))
+            else:
+                calls.append(
+                    Call("remove_peer", agent.remove_peer, (action.agent,), partial(self._removed, action.agent))
+                )
+        self._admit_queued(now)
+        calls.extend(self._posts(now))
+        calls.extend(self._letters(now))
+        for id_, handle in self._handles.items():
+            calls.append(Call("poll", agent.poll, (handle,), partial(self._polled, self._reads[id_])))
+        calls.append(Call("notifications", agent.notifications, (), self._notified))
+        return calls
+
+    def _added(self, agent: str, result: str | TransferError) -> None:
+        self._moved()
+        if result == agent:
+            self._peers.added(agent)
+        else:
+            self._peers.add_failed(agent)
+            logger.warning("transfer peer %s was not admitted: %s", agent, result)
+
+    def _removed(self, agent: str, result: TransferError | None) -> None:
+        self._moved()
+        self._peers.removed(agent)
+        if result is not None:
+            logger.warning("transfer peer %s was not removed cleanly: %s", agent, result)
+
+    def _admit_queued(self, now: float) -> None:
+        """Reads whose peer is admitted become due. From here on they count as running."""
+        for pull in [pull for pull in self._queued if self._peers.usable(pull.handle.agent)]:
+            self._queued.remove(pull)
+            self._peers.begin(pull.handle.agent)
+            self._reads[pull.id] = pull
+            self._due.append((now + self._delay, pull))
+            pull.enter(Stage.READING)
+
+    def _posts(self, now: float) -> list[Call]:
+        due = [pull for at, pull in self._due if at <= now]
+        self._due = [(at, pull) for at, pull in self._due if at > now]
+        calls = []
+        for pull in due:
+            if pull.error is None and self._fail is not None and self._fail():
+                pull.fail(TransferError(f"failed on purpose: {pull}"))
+            if pull.error is not None:
+                self._ended(pull, pull.error)
+                continue
+            note = encode_note(Note("done", pull.handle.hold, pull.nonce))
+            handle = pull.handle
+            args = (handle.agent, handle.address, handle.page_bytes, pull.remote, pull.local, note)
+            calls.append(Call("post_read", self._agent.post_read, args, partial(self._posted, pull)))
+        return calls
+
+    def _posted(self, pull: Pull, result: int | TransferError) -> None:
+        self._moved()
+        if isinstance(result, TransferError):
+            self._ended(pull, result)
+        else:
+            self._handles[pull.id] = result
+
+    def _polled(self, pull: Pull, result: bool | TransferError) -> None:
+        if result is False:
+            return
+        self._moved()
+        self._terminal.append(self._handles.pop(pull.id))
+        self._ended(pull, result if isinstance(result, TransferError) else None)
+
+    def _ended(self, pull: Pull, error: TransferError | None) -> None:
+        """The read is terminal: nothing can land any more."""
+        del self._reads[pull.id]
+        self._peers.end(pull.handle.agent)
+        abandoned = self._leave_quarantine(pull)
+        if error is not None:
+            pull.fail(error)
+        if error is None and pull.error is None and not abandoned:
+            self._confirming[pull.nonce] = pull
+            pull.enter(Stage.CONFIRMING)
+        else:
+            pull.enter(Stage.ENDED)
+        if isinstance(error, PeerDisconnectedError):
+            self._disconnected(pull.handle.agent, error)
+
+    def _leave_quarantine(self, pull: Pull) -> bool:
+        pages = self._quarantine.terminal(pull.id)
+        if pages:
+            self._cache.unquarantine(pages)
+        return bool(pages)
+
+    def _disconnected(self, agent: str, error: PeerDisconnectedError) -> None:
+        """Tell everyone who waits for the peer. Reads that are still running stay so until the agent ends them."""
+        if self._peers.disconnected(agent):
+            logger.warning("transfer peer %s is gone: %s", agent, error)
+        for pull in [pull for pull in self._queued if pull.handle.agent == agent]:
+            self._queued.remove(pull)
+            pull.fail(error)
+            pull.enter(Stage.ENDED)
+        for pull in [pull for pull in self._confirming.values() if pull.handle.agent == agent]:
+            del self._confirming[pull.nonce]
+            pull.fail(error)
+            pull.enter(Stage.ENDED)
+        for pull in self._reads.values():
+            if pull.handle.agent == agent:
+                pull.fail(error)
+
+    # --- notes
+
+    def _notified(self, result: list[tuple[str, bytes]] | TransferError) -> None:
+        if isinstance(result, TransferError):
+            raise FatalError(f"notifications cannot be read: {result}") from result
+        for sender, data in result:
+            self._moved()
+            note = decode_note(data)
+            if note is None:
+                logger.warning("garbage of %d bytes from transfer peer %s", len(data), sender)
+            elif note.kind != "done":
+                self._answered(sender, note)
+            elif self._peers.known(sender):
+                self._answer(sender, note)
+            else:  # its Master's report may be behind the note; only an authenticated peer ends a hold
+                self._put(self._inbox, sender, note)
+
+    def _answer(self, sender: str, note: Note) -> None:
+        """P's side: the hold lived until all bytes had been read, or what was read is worth nothing."""
+        valid = self._holds.end(note.hold, "pulled")
+        self._put(self._outbox, sender, Note("valid" if valid else "stale", note.hold, note.nonce))
+
+    def _answered(self, sender: str, note: Note) -> None:
+        """D's side. Answers to pulls that nobody waits for any more are of no interest."""
+        pull = self._confirming.get(note.nonce)
+        if pull is None or pull.handle.agent != sender or pull.handle.hold != note.hold:
+            return
+        del self._confirming[note.nonce]
+        if note.kind == "stale":
+            pull.fail(TransferError(f"stale: {pull}"))
+        pull.enter(Stage.ENDED)
+
+    def _put(self, box: list[_Letter], peer: str, note: Note) -> None:
+        if len(box) >= _MAX_NOTES:
+            box.pop(0)
+        box.append(_Letter(peer, note, trio.current_time() + self._confirm_timeout))
+
+    def _letters(self, now: float) -> list[Call]:
+        waiting, self._inbox = self._inbox, []
+        for letter in waiting:
+            if self._peers.known(letter.peer):
+                self._answer(letter.peer, letter.note)
+            elif letter.deadline > now:
+                self._inbox.append(letter)
+            else:
+                logger.warning("note of %s, which no Master has reported, is dropped", letter.peer)
+        calls = []
+        waiting, self._outbox = self._outbox, []
+        for letter in waiting:
+            if self._peers.usable(letter.peer):
+                args = (letter.peer, encode_note(letter.note))
+                calls.append(Call("notify", self._agent.notify, args, partial(self._sent, letter)))
+            elif letter.deadline > now:
+                self._peers.want(letter.peer)
+                self._outbox.append(letter)
+        return calls
+
+    def _sent(self, letter: _Letter, result: TransferError | None) -> None:
+        if not isinstance(result, TransferError):
+            return
+        if isinstance(result, PeerDisconnectedError):
+            self._disconnected(letter.peer, result)
+            if not letter.retried:  # the peer may live behind a new connection: it has just read from here
+                letter.retried = True
+                self._outbox.append(letter)
+                return
+        logger.warning("answer to %s was not sent: %s", letter.peer, result)
+
+    def _moved(self) -> None:
+        """Something has happened: another round follows without a pause, for what it may have made possible."""
+        self._progress = True
+        self._poller.kick()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransferError("the transfer owner has been closed")
+
+
+def _ignore(_: Any) -> None:  # noqa: ANN401
+    pass

@@ -1,0 +1,67 @@
+"""Destination pages of reads that their request has left while bytes could still land in them. No I/O, no clock."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@attrs.frozen
+class _Entry:
+    pages: tuple[int, ...]
+    since: float
+
+
+class Quarantine:
+    """Keeps the pages of abandoned transfers together until the transfer is terminal: never freed on a timeout.
+
+    Times are seconds of any one clock. Misuse raises RuntimeError.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+        """By transfer, in the order of abandonment: the first is the oldest."""
+        self._pages = 0
+
+    def add(self, handle: int, pages: Sequence[int], now: float) -> None:
+        """The transfer `handle` was abandoned while running; it may still write to `pages`."""
+        if handle in self._entries:
+            raise RuntimeError(f"transfer {handle} is in quarantine already")
+        self._entries[handle] = _Entry(tuple(pages), now)
+        self._pages += len(pages)
+
+    def terminal(self, handle: int) -> tuple[int, ...]:
+        """The transfer has ended: its pages, which are now safe to reuse. Empty if it was not in quarantine."""
+        entry = self._entries.pop(handle, None)
+        if entry is None:
+            return ()
+        self._pages -= len(entry.pages)
+        return entry.pages
+
+    @property
+    def count(self) -> int:
+        """Pages in quarantine."""
+        return self._pages
+
+    def oldest_age(self, now: float) -> float:
+        """Seconds since the oldest transfer in here was abandoned; 0 when empty."""
+        for entry in self._entries.values():
+            return now - entry.since
+        return 0.0
+
+    def over_limit(self, total_pages: int, now: float, share: float = 0.25, seconds: float = 60.0) -> str | None:
+        """Why the agent has to be destroyed, which alone ends such transfers for certain; None while it need not.
+
+        That is when pages in here for longer than `seconds` are more than `share` of the pool: a stopped peer may
+        cost some pages for as long as it likes, but not the node's capacity.
+        """
+        if self._pages <= share * total_pages or self.oldest_age(now) <= seconds:
+            return None
+        stuck = sum(len(entry.pages) for entry in self._entries.values() if now - entry.since > seconds)
+        if stuck <= share * total_pages:
+            return None
+        return f"{stuck} of {total_pages} KV pages have waited over {seconds:g} s for transfers that do not end"
