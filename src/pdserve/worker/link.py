@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import random
 import ssl
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import trio
-from trio_websocket import ConnectionClosed, HandshakeError, connect_websocket_url
+from trio_websocket import ConnectionClosed, HandshakeError, WebSocketConnection, connect_websocket_url
 
 from pdserve.errors import ProtocolError
 from pdserve.nurseries.connection import ConnectionLost, connection_scope
@@ -35,8 +36,6 @@ from pdserve.worker.requests import LinkRequests
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trio_websocket import WebSocketConnection
-
     from pdserve.transfer.owner import TransferOwner
     from pdserve.wire.messages import Hello, NodeStats
 
@@ -48,6 +47,27 @@ HEARTBEATS_MISSED = 3
 """A peer silent for so many intervals is lost."""
 RECEIVE_QUEUE = 256
 """Messages buffered by the WebSocket layer: a full queue would stop close and pong processing."""
+
+
+Dial = Callable[[trio.Nursery], Awaitable[WebSocketConnection]]
+"""Opens a WebSocket whose own tasks live in the nursery."""
+
+
+def dialler(url: str, ca: Path | None) -> Dial:
+    """Dials `url`, ws:// or wss:// (verified against `ca`, or the system's authorities)."""
+    context = ssl.create_default_context(cafile=ca) if url.startswith("wss:") else None
+
+    async def dial(nursery: trio.Nursery) -> WebSocketConnection:
+        return await connect_websocket_url(
+            nursery,
+            url,
+            ssl_context=context,
+            message_queue_size=RECEIVE_QUEUE,
+            max_message_size=MAX_FRAME_BYTES,
+            receive_buffer_size=65536,
+        )
+
+    return dial
 
 
 class Role(Protocol):
@@ -68,13 +88,13 @@ class MasterLink:
     def __init__(
         self,
         url: str,
+        dial: Dial,
         hello: Hello,
         role: Role,
         owner: TransferOwner,
         *,
         token: str,
         heartbeat_interval: float,
-        ca: Path | None = None,
     ) -> None:
         self.url = url
         self.state = "connecting"
@@ -84,7 +104,7 @@ class MasterLink:
         self._owner = owner
         self._token = token
         self._interval = heartbeat_interval
-        self._ssl = ssl.create_default_context(cafile=ca) if url.startswith("wss:") else None
+        self._dial = dial
         self._requests: LinkRequests | None = None
 
     @property
@@ -131,16 +151,10 @@ class MasterLink:
         return {"master": self.url, "state": self.state, "requests": requests}
 
     async def _once(self) -> None:
+        # Not strict: one failure of the connection is one exception for `run` to name.
         async with trio.open_nursery(strict_exception_groups=False) as nursery:
             with trio.fail_after(_HANDSHAKE_TIMEOUT):
-                ws = await connect_websocket_url(
-                    nursery,
-                    self.url,
-                    ssl_context=self._ssl,
-                    message_queue_size=RECEIVE_QUEUE,
-                    max_message_size=MAX_FRAME_BYTES,
-                    receive_buffer_size=65536,
-                )
+                ws = await self._dial(nursery)
             try:
                 with trio.fail_after(_HANDSHAKE_TIMEOUT):
                     await self._shake_hands(ws)
