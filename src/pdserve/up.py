@@ -140,6 +140,7 @@ class _Tree:
         self._env = {name: value for name, value in os.environ.items() if name not in own}
         self._drain_timeout = config.drain_timeout
         self._running: set[ChildProcess] = set()
+        self._killed = trio.Event()
 
     def spec(self, child: Child) -> ChildSpec:
         """How the supervisor is to run this child."""
@@ -153,12 +154,15 @@ class _Tree:
         return ChildSpec(child.name, run, grace=self._drain_timeout + _MARGIN + 2 * _LEAVE)
 
     def kill(self) -> None:
-        """SIGKILL for every child, now."""
+        """SIGKILL for every child, now. No child starts any more; what ends is not a failure."""
+        self._killed.set()
         for process in self._running:
             process.kill()
 
     async def _run(self, child: Child, restarts: int, task_status: trio.TaskStatus[None]) -> None:
-        """One life of a child. Cancelled, it drains the child and waits until it has left. Raises if it ends by itself."""
+        """One life of a child. Cancelled, it drains the child until it has left. Raises if it ends by itself."""
+        if self._killed.is_set():
+            await trio.sleep_forever()  # the supervisor is stopping and comes to this child soon
         words = [*self._command, child.role, *flags.arguments(child.config)]
         env = self._env | flags.secrets(child.config)
         with ChildProcess(words, env, restarts=restarts) as process:
@@ -173,12 +177,16 @@ class _Tree:
                     raise
             finally:
                 self._running.discard(process)
+        if self._killed.is_set():
+            await trio.sleep_forever()
         if status in _USELESS_TO_RESTART:
             raise ChildRefusedError(f"{child.name} cannot start, see its message above", status)
         raise ChildExitedError(f"{child.name} {describe_exit(status)}")
 
     async def _drain(self, child: Child, process: ChildProcess) -> None:
         """SIGTERM, then the end of the pipe, then SIGKILL by leaving the context: each if the former was not heeded."""
+        if self._killed.is_set():
+            return
         with trio.CancelScope(shield=True):
             process.terminate()
             with trio.move_on_after(self._drain_timeout + _MARGIN):
