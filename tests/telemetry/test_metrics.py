@@ -1,4 +1,5 @@
 import pytest
+
 from pdserve.telemetry.metrics import MasterMetrics, WorkerMetrics
 from pdserve.wire.messages import NodeStats
 

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdserve.http")
 
-_ABORT_TIMEOUT = 2.0
-"""Seconds that aborted connections get to unwind."""
-
 
 def open_listener(host: str, port: int, *, user_timeout: float | None, backlog: int = 1024) -> socket.socket:
     """A listening TCP socket; port 0 lets the system choose.
@@ -34,6 +31,8 @@ def open_listener(host: str, port: int, *, user_timeout: float | None, backlog: 
     `user_timeout` (seconds) is inherited by accepted connections: a peer that acknowledges or reads nothing for that
     long is cut by the kernel, even while a send to it is shielded. Raises ConfigError naming host and port.
     """
+    if not 0 <= port <= 65535:  # the resolver would take it modulo 65536
+        raise ConfigError(f"cannot listen on {host}:{port}: no such port")
     listener: socket.socket | None = None
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -46,7 +45,7 @@ def open_listener(host: str, port: int, *, user_timeout: float | None, backlog: 
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(user_timeout * 1000)))
         listener.bind(address)
         listener.listen(backlog)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         if listener is not None:
             listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
@@ -100,7 +99,7 @@ async def serve_asgi(
                 await connections.idle()
         finally:
             connections.abort()
-            handlers.cancel_scope.deadline = trio.current_time() + _ABORT_TIMEOUT
+            handlers.cancel_scope.cancel()
 
 
 class _Connections:
