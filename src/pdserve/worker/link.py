@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 import trio
 from trio_websocket import ConnectionClosed, HandshakeError, WebSocketConnection, connect_websocket_url
 
-from pdserve.errors import ProtocolError
+from pdserve.errors import FatalError, ProtocolError
 from pdserve.nurseries.connection import ConnectionLost, connection_scope
 from pdserve.nurseries.forwarder import Outbox
+from pdserve.nurseries.groups import leaves
 from pdserve.nurseries.heartbeat import Heartbeat
 from pdserve.wire.codec import MAX_FRAME_BYTES, decode_from_master, encode
 from pdserve.wire.handshake import signed, verify_master
@@ -43,6 +44,7 @@ log = logging.getLogger("pdserve.link")
 
 _HANDSHAKE_TIMEOUT = 10.0
 _BACKOFF_FIRST, _BACKOFF_MOST = 0.1, 5.0
+_EXPECTED = (ConnectionLost, ConnectionClosed, HandshakeError, ProtocolError, OSError, trio.TooSlowError)
 HEARTBEATS_MISSED = 3
 """A peer silent for so many intervals is lost."""
 RECEIVE_QUEUE = 256
@@ -112,33 +114,31 @@ class MasterLink:
         return self.state == "registered"
 
     async def run(self) -> NoReturn:
-        """Serve the Master for as long as this task lives."""
+        """Serve the Master for as long as this task lives. Only a FatalError or a cancellation gets out."""
         failures = 0
         while True:
             try:
                 await self._once()
-                failures = 0
-            except (
-                ConnectionLost,
-                ConnectionClosed,
-                HandshakeError,
-                ProtocolError,
-                OSError,
-                trio.TooSlowError,
-            ) as error:
+            except Exception as error:
+                # A nursery is strict: whatever ended the connection comes in a group.
+                causes = list(leaves(error))
+                for cause in causes:
+                    if isinstance(cause, FatalError):
+                        raise cause from error
                 failures = 1 if self.registered else failures + 1
-                reason = str(error) or type(error).__name__
-                if self.state != reason:
-                    log.log(
-                        logging.ERROR if isinstance(error, ConnectionLost) and error.internal else logging.WARNING,
-                        "link to Master %s: %s",
-                        self.url,
-                        reason,
-                        exc_info=error if isinstance(error, ConnectionLost) and error.internal else None,
-                    )
-                self.state = reason
+                self._note(causes[0], error)
             delay = min(_BACKOFF_FIRST * 2 ** min(failures, 10), _BACKOFF_MOST)
             await trio.sleep(delay * random.uniform(0.5, 1.0))  # jitter, not cryptography
+
+    def _note(self, cause: BaseException, error: Exception) -> None:
+        """Log why the link is down: once per reason, with the traceback where it is a bug of this side."""
+        reason = str(cause) or type(cause).__name__
+        bug = not isinstance(cause, _EXPECTED) or (isinstance(cause, ConnectionLost) and cause.internal)
+        if bug:
+            log.error("link to Master %s: %s", self.url, reason, exc_info=error)
+        elif self.state != reason:
+            log.warning("link to Master %s: %s", self.url, reason)
+        self.state = reason
 
     def announce_drain(self) -> None:
         """Tell the Master, if there is one, that nothing new is taken."""
@@ -151,8 +151,7 @@ class MasterLink:
         return {"master": self.url, "state": self.state, "requests": requests}
 
     async def _once(self) -> None:
-        # Not strict: one failure of the connection is one exception for `run` to name.
-        async with trio.open_nursery(strict_exception_groups=False) as nursery:
+        async with trio.open_nursery() as nursery:
             with trio.fail_after(_HANDSHAKE_TIMEOUT):
                 ws = await self._dial(nursery)
             try:
