@@ -133,6 +133,7 @@ async def test_ready_line_once_then_drain_front_to_back(up: Up, capfd: pytest.Ca
             while not (out := capfd.readouterr().out):  # noqa: ASYNC110
                 await trio.sleep(0.02)
             os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)  # at once: the same stop, sent to the process and to its group
     assert out.startswith("pdserve is ready at http://127.0.0.1:")
     assert "curl -N" in out
     assert '"model": "served"' in out
@@ -189,7 +190,7 @@ async def test_second_signal_kills_at_once(up: Up) -> None:
             nursery.start_soon(run_up, patient, up.command)
             await up.until(started(3))
             os.kill(os.getpid(), signal.SIGTERM)
-            await trio.sleep(0.1)  # two signals at once may arrive as one
+            await trio.sleep(0.6)
             os.kill(os.getpid(), signal.SIGTERM)
 
     with trio.fail_after(20), pytest.raises(BaseExceptionGroup) as caught:

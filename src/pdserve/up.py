@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import math
 import os
 import shlex
 import signal
@@ -42,6 +43,8 @@ _MARGIN = 5.0
 """Seconds that a child may take to leave on top of its own drain."""
 _LEAVE = 2.0
 """Seconds between the end of the control pipe and SIGKILL."""
+_SAME_SIGNAL = 0.5
+"""Seconds within which a signal is the first one again: timeout(1) and shells send it to the process and to its group."""
 _USELESS_TO_RESTART = (2, 3)
 """Exit codes for an unusable flag and for something not installed: the next life would end the same way."""
 
@@ -214,14 +217,17 @@ async def run_up(config: UpConfig, command: Sequence[str] = (sys.executable, "-m
 
     async def obey(signals: AsyncIterator[int]) -> None:
         nonlocal interrupted
+        first = -math.inf
         async for number in signals:
-            if stop.is_set():
-                log.warning("second signal: killing all children")
+            name = signal.Signals(number).name
+            if not stop.is_set():
+                log.info("%s: draining, again to stop at once", name)
+                first = trio.current_time()
+                stop.set()
+            elif trio.current_time() - first > _SAME_SIGNAL:
+                log.warning("%s again: killing all children", name)
                 interrupted = True
                 tree.kill()
-            else:
-                log.info("%s: draining, again to stop at once", signal.Signals(number).name)
-                stop.set()
 
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with trio.open_nursery() as nursery:
