@@ -44,7 +44,7 @@ _MARGIN = 5.0
 _LEAVE = 2.0
 """Seconds between the end of the control pipe and SIGKILL."""
 _SAME_SIGNAL = 0.5
-"""Seconds within which a signal is the first one again: timeout(1) and shells send it to the process and to its group."""
+"""Seconds within which a signal is the first one again: timeout(1), for one, sends it to a process and to its group."""
 _USELESS_TO_RESTART = (2, 3)
 """Exit codes for an unusable flag and for something not installed: the next life would end the same way."""
 
