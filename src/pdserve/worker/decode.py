@@ -19,6 +19,8 @@ from pdserve.worker.output import ChoiceOutput
 from pdserve.worker.page_queue import PageQueue
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdserve.config import DecodeConfig
     from pdserve.engine.radix import KvCache
     from pdserve.engine.scheduler import SequenceOutput
@@ -62,6 +64,8 @@ class DecodeNode:
         self._pages = PageQueue(cache)
         self._active = 0
         self.draining = False
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when the load has changed: a lease taken or given back."""
         cache.on_available = self._pages.pump
 
     @property
@@ -90,6 +94,7 @@ class DecodeNode:
             return
         self._active += 1
         link.start(key, self._run, frame, lease, link)
+        self.on_change()
 
     def stats(self) -> NodeStats:
         counts, transfers = self._cache.counts(), self._owner.stats()
@@ -175,7 +180,7 @@ class DecodeNode:
             pages=pages,
             computed=cached * self._cache.page_size,
             cached_tokens=cached * self._cache.page_size,
-            on_retired=lease.release,
+            on_retired=partial(self._recycled, lease),
         )
 
     async def _generate(self, request: Request, frame: Decode, seq: Sequence, link: LinkRequests) -> None:
@@ -200,6 +205,10 @@ class DecodeNode:
                 raise WorkerFailedError(f"no first token within {self._config.first_token_timeout:g} s")
         while not self._take(await outputs.receive(), output):
             pass
+
+    def _recycled(self, lease: Lease) -> None:
+        lease.release()
+        self.on_change()
 
     def _take(self, out: SequenceOutput, output: ChoiceOutput) -> bool:
         return output.push(out.token.token_id, out.token.logprob, out.finish, out.stop_reason)

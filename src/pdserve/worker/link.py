@@ -146,6 +146,11 @@ class MasterLink:
             self._requests.send(Draining())
             self._requests.send(self._role.stats())
 
+    def report(self) -> None:
+        """Send the node's load soon; reports that still wait are replaced by the newest."""
+        if self._requests is not None:
+            self._requests.report(self._role.stats)
+
     def snapshot(self) -> dict[str, object]:
         requests = self._requests.snapshot() if self._requests is not None else []
         return {"master": self.url, "state": self.state, "requests": requests}

@@ -92,6 +92,7 @@ class WorkerNode:
             )
         else:
             self.role = DecodeNode(config, self.loop, self.cache, self.slots, self.owner, tokenizer, self.metrics)
+        self.role.on_change = self._report
         self.links: list[MasterLink] = []
         self._newer_protocol = faults.protocol_bump
         self._leave = trio.Event()
@@ -168,6 +169,10 @@ class WorkerNode:
             capabilities=(DECODE_ADMISSION,) if self.role_name == "decode" and admits else (),
             status_url=status_url,
         )
+
+    def _report(self) -> None:
+        for link in self.links:
+            link.report()
 
     def _refresh(self) -> None:
         self.metrics.set_stats(self.role.stats())

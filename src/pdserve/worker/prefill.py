@@ -12,6 +12,8 @@ from pdserve.errors import InvalidRequestError
 from pdserve.wire.messages import Busy, FirstToken, NodeStats, Prefilled
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdserve.config import PrefillConfig
     from pdserve.engine.radix import KvCache
     from pdserve.engine.scheduler import SequenceOutput
@@ -47,6 +49,8 @@ class PrefillNode:
         self._omit_first_token = omit_first_token
         self._active = 0
         self.draining = False
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when the load has changed: a prompt taken, or its hold ended."""
         cache.on_available = loop.kick
 
     @property
@@ -81,6 +85,7 @@ class PrefillNode:
             return
         self._active += 1
         link.start(key, self._run, frame, seq, outputs, link)
+        self.on_change()
 
     def accept_decode(self, frame: Decode, link: LinkRequests) -> None:
         link.start(
@@ -120,6 +125,7 @@ class PrefillNode:
             self._active -= 1
             self._loop.scheduler.retire(seq)
             self._loop.kick()
+            self.on_change()
 
     async def _hold(
         self, request: Request, frame: Prefill, seq: Sequence, drawn: list[SequenceOutput], link: LinkRequests

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from pdserve.nurseries.connection import Connection
     from pdserve.nurseries.forwarder import Outbox
+    from pdserve.wire.messages import NodeStats
 
 log = logging.getLogger("pdserve.worker")
 
@@ -55,6 +56,10 @@ class LinkRequests:
     def emit(self, delta: Delta) -> None:
         """Queue output; deltas of a choice that still wait are merged."""
         self._outbox.data((delta.id, delta.epoch, delta.choice), delta, merge_deltas)
+
+    def report(self, stats: Callable[[], NodeStats]) -> None:
+        """Queue a load report; one that still waits is replaced."""
+        self._outbox.data("stats", stats(), lambda old, new: new)
 
     def start(self, key: Key, run: Callable[..., Awaitable[None]], *args: Any) -> None:  # noqa: ANN401
         """Run `run(request, *args)` in a task of its own. Its failure becomes a `Failed` frame, never a silent end."""
