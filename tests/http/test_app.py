@@ -180,3 +180,10 @@ async def test_the_connection_lives_on_after_answers_and_errors(server, post):
 def length(data):
     head = data.partition(b"\r\n\r\n")[0].lower()
     return int(head.partition(b"content-length: ")[2].split()[0])
+
+
+async def test_a_websocket_is_refused(server):
+    upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    key = b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    async with await server.connect(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n" + upgrade + key) as stream:
+        assert b" 403 " in await stream.receive_some()

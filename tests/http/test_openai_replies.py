@@ -66,6 +66,11 @@ async def test_completion_stream_with_ids_and_usage(server):
     assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 5)
 
 
+async def test_a_document_carries_ids_on_request(server):
+    document = (await server.client.post(COMPLETIONS, json={"prompt": "a", "return_token_ids": True})).json()
+    assert (document["choices"][0]["token_ids"], document["choices"][0]["start_index"]) == (list(b"hello"), 0)
+
+
 async def test_a_stream_without_options_has_neither(server):
     first, second = await stream(server, COMPLETIONS, prompt="a")
     assert "usage" not in first

@@ -180,6 +180,17 @@ async def test_an_idle_connection_closes_when_the_server_stops(server, post):
     await stream.aclose()
 
 
+async def test_a_request_that_outlives_the_grace_is_cut_and_counted(running, post):
+    async with running(graceful=0.1) as server:
+        server.master.script = [trio.Event()]
+        async with await server.connect(post(COMPLETIONS, STREAM)):
+            await server.master.entered.wait()
+            server.stop.set()
+            await server.stopped.wait()
+        assert server.master.left.is_set()
+        assert server.counted(COMPLETIONS, "unavailable") + server.counted(COMPLETIONS, "client_gone") == 1
+
+
 class Flood:
     """Output without end: more than any socket buffer takes."""
 

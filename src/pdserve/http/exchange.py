@@ -162,13 +162,12 @@ class Boundary:
             await self._answer(inner, exchange, path)
             return
         self._metrics.request_started(path)
+        outcome: Outcome = "unavailable"  # stays when the server is stopped under the request
         try:
             await self._answer(inner, exchange, path)
-        except trio.Cancelled:
-            exchange.outcome = "unavailable"
-            raise
+            outcome = exchange.outcome
         finally:
-            self._metrics.request_finished(path, exchange.outcome, trio.current_time() - exchange.accepted_at)
+            self._metrics.request_finished(path, outcome, trio.current_time() - exchange.accepted_at)
 
     async def _answer(self, scope: Scope, exchange: Exchange, path: str) -> None:
         try:

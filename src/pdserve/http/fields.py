@@ -57,22 +57,17 @@ class Fields:
             raise self.invalid(name, f"must be at least {low}" if high is None else f"must be {low} to {high}")
         return value
 
-    def number(
-        self, name: str, default: float, *, low: float, high: float | None = None, above_low: bool = False
-    ) -> float:
+    def number(self, name: str, default: float, *, low: float, high: float, above_low: bool = False) -> float:
         """Within low..high; `above_low` excludes `low` itself. JSON has neither NaN nor infinities."""
         value = self._data.get(name)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.invalid(name, "must be a number")
-        if value < low or (above_low and value == low) or (high is not None and value > high):
+        if not low <= value <= high or (above_low and value == low):
             bound = f"above {low:g}" if above_low else f"at least {low:g}"
-            raise self.invalid(name, f"must be {bound}" + ("" if high is None else f" and at most {high:g}"))
-        try:
-            return float(value)
-        except OverflowError:
-            raise self.invalid(name, "is out of range") from None
+            raise self.invalid(name, f"must be {bound} and at most {high:g}")
+        return float(value)
 
     def text(self, name: str) -> str | None:
         value = self._data.get(name)
