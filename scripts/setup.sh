@@ -29,7 +29,7 @@ venv_works() {
 }
 
 install() {
-  "$venv/bin/python" -m pip install --quiet --constraint "$root/constraints.txt" "$@" >&2
+  "$venv/bin/python" -m pip install -qq --constraint "$root/constraints.txt" "$@" >&2
 }
 
 setup_venv() {
