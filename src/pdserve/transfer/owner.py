@@ -1,7 +1,7 @@
 """The process-level owner of KV transfers: the one caller of the agent, for all requests of all Master links.
 
-Its task makes rounds. A round collects what there is to do (admit and remove peers, post reads, send notes, poll what
-is running, drain notifications), lets `Calls` do it in one batch, and applies the results; all decisions are synchronous.
+Its task makes rounds. Each collects what there is to do (admit and remove peers, post reads, send notes, poll what
+is running, drain notifications), lets `Calls` do it in one batch, and applies the results. Decisions are synchronous.
 A failed or hung call ends `run` with FatalError: the process exits, which is the certain end of every transfer.
 """
 
@@ -21,22 +21,22 @@ from pdserve.errors import FatalError, PeerDisconnectedError, TransferError
 from pdserve.nurseries.poller import Poller
 from pdserve.transfer.agent import KvHandle
 from pdserve.transfer.calls import Call, InlineCalls, ThreadCalls
+from pdserve.transfer.confirm import Confirmations
 from pdserve.transfer.holds import HoldTable
 from pdserve.transfer.peers import Add, PeerTable, authenticate, sign
-from pdserve.transfer.pull import Note, Pull, Stage, decode_note, encode_note
+from pdserve.transfer.pull import Note, Pull, Stage, encode_note
 from pdserve.transfer.quarantine import Quarantine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdserve.transfer.agent import TransferAgent
+    from pdserve.transfer.confirm import Letter
     from pdserve.transfer.holds import Hold
     from pdserve.wire.messages import TransferMetadata
 
 logger = logging.getLogger(__name__)
 
-_MAX_NOTES = 4096
-"""Notes that wait for a peer, in or out; the oldest goes first, and its pull ends by its own timeout."""
 _MAX_PAGE = 1 << 40
 _MAX_ADDRESS = 1 << 62
 
@@ -63,16 +63,6 @@ class TransferStatistics:
     peers: int
     """Peers admitted to the agent."""
     holds: int
-
-
-@attrs.define
-class _Letter:
-    """A note that waits until the peer it came from or goes to is known or usable."""
-
-    peer: str
-    note: Note
-    deadline: float
-    retried: bool = False
 
 
 class TransferOwner:
@@ -103,7 +93,6 @@ class TransferOwner:
         self._memory = memory
         self._total_pages = memory.nbytes // memory.page_bytes
         self._token = token
-        self._confirm_timeout = confirm_timeout
         self._cache = cache
         self._delay = delay
         self._fail = fail
@@ -117,6 +106,7 @@ class TransferOwner:
         self._peers = PeerTable()
         self._holds = HoldTable(trio.current_time)
         self._new_hold = trio.Event()
+        self._confirmations = Confirmations(self._holds, self._peers, confirm_timeout)
         self._quarantine = Quarantine()
         self._pull_ids = count(1)
         self._queued: list[Pull] = []
@@ -126,10 +116,6 @@ class TransferOwner:
         """By id, all in stage READING: due, being posted, or running."""
         self._handles: dict[int, int] = {}
         """The agent's handles of the running ones."""
-        self._confirming: dict[int, Pull] = {}
-        """By nonce."""
-        self._inbox: list[_Letter] = []
-        self._outbox: list[_Letter] = []
         self._terminal: list[int] = []
         """Handles to release."""
         self._progress = False
@@ -160,13 +146,13 @@ class TransferOwner:
         self._closed = True
         destroyed = await self._calls.close(self._agent.close)
         closed = TransferError("the transfer owner has been closed")
-        for pull in [*self._queued, *self._confirming.values(), *self._reads.values()]:
+        self._confirmations.fail(closed)
+        self._fail_queued(closed)
+        for pull in self._reads.values():
             pull.fail(closed)
-            if destroyed or pull.stage is not Stage.READING:
+            if destroyed:
                 self._leave_quarantine(pull)
                 pull.enter(Stage.ENDED)
-        self._queued.clear()
-        self._confirming.clear()
         if destroyed:
             self._reads.clear()
         self._holds.end_all("released")
@@ -259,8 +245,7 @@ class TransferOwner:
             return True
         if pull.stage is Stage.QUEUED:
             self._queued.remove(pull)
-        elif pull.stage is Stage.CONFIRMING:
-            del self._confirming[pull.nonce]
+        self._confirmations.forget(pull)
         if pull.stage is not Stage.ENDED:
             pull.fail(TransferError(f"abandoned: {pull}"))
             pull.enter(Stage.ENDED)
@@ -269,7 +254,7 @@ class TransferOwner:
     # --- rounds
 
     def _busy(self) -> bool:
-        return bool(self._reads or self._confirming or self._queued or self._inbox or self._outbox or len(self._holds))
+        return bool(self._reads or self._queued or self._confirmations or len(self._holds))
 
     async def _round(self) -> bool:
         self._progress = False
@@ -294,7 +279,9 @@ class TransferOwner:
                 )
         self._admit_queued(now)
         calls.extend(self._posts(now))
-        calls.extend(self._letters(now))
+        for letter in self._confirmations.outgoing(now):
+            args = (letter.peer, encode_note(letter.note))
+            calls.append(Call("notify", agent.notify, args, partial(self._sent, letter)))
         for id_, handle in self._handles.items():
             calls.append(Call("poll", agent.poll, (handle,), partial(self._polled, self._reads[id_])))
         calls.append(Call("notifications", agent.notifications, (), self._notified))
@@ -307,6 +294,8 @@ class TransferOwner:
         else:
             self._peers.add_failed(agent)
             logger.warning("transfer peer %s was not admitted: %s", agent, result)
+            self._fail_queued(TransferError(f"{agent} cannot be reached: {result}"), agent)
+            self._confirmations.unreachable(agent)
 
     def _removed(self, agent: str, result: TransferError | None) -> None:
         self._moved()
@@ -361,8 +350,7 @@ class TransferOwner:
         if error is not None:
             pull.fail(error)
         if error is None and pull.error is None and not abandoned:
-            self._confirming[pull.nonce] = pull
-            pull.enter(Stage.CONFIRMING)
+            self._confirmations.expect(pull, trio.current_time())
         else:
             pull.enter(Stage.ENDED)
         if isinstance(error, PeerDisconnectedError):
@@ -378,17 +366,17 @@ class TransferOwner:
         """Tell everyone who waits for the peer. Reads that are still running stay so until the agent ends them."""
         if self._peers.disconnected(agent):
             logger.warning("transfer peer %s is gone: %s", agent, error)
-        for pull in [pull for pull in self._queued if pull.handle.agent == agent]:
-            self._queued.remove(pull)
-            pull.fail(error)
-            pull.enter(Stage.ENDED)
-        for pull in [pull for pull in self._confirming.values() if pull.handle.agent == agent]:
-            del self._confirming[pull.nonce]
-            pull.fail(error)
-            pull.enter(Stage.ENDED)
+        self._fail_queued(error, agent)
+        self._confirmations.fail(error, agent)
         for pull in self._reads.values():
             if pull.handle.agent == agent:
                 pull.fail(error)
+
+    def _fail_queued(self, error: TransferError, agent: str | None = None) -> None:
+        for pull in [pull for pull in self._queued if agent in (None, pull.handle.agent)]:
+            self._queued.remove(pull)
+            pull.fail(error)
+            pull.enter(Stage.ENDED)
 
     # --- notes
 
@@ -397,66 +385,15 @@ class TransferOwner:
             raise FatalError(f"notifications cannot be read: {result}") from result
         for sender, data in result:
             self._moved()
-            note = decode_note(data)
-            if note is None:
-                logger.warning("garbage of %d bytes from transfer peer %s", len(data), sender)
-            elif note.kind != "done":
-                self._answered(sender, note)
-            elif self._peers.known(sender):
-                self._answer(sender, note)
-            else:  # its Master's report may be behind the note; only an authenticated peer ends a hold
-                self._put(self._inbox, sender, note)
+            self._confirmations.receive(sender, data, trio.current_time())
 
-    def _answer(self, sender: str, note: Note) -> None:
-        """P's side: the hold lived until all bytes had been read, or what was read is worth nothing."""
-        valid = self._holds.end(note.hold, "pulled")
-        self._put(self._outbox, sender, Note("valid" if valid else "stale", note.hold, note.nonce))
-
-    def _answered(self, sender: str, note: Note) -> None:
-        """D's side. Answers to pulls that nobody waits for any more are of no interest."""
-        pull = self._confirming.get(note.nonce)
-        if pull is None or pull.handle.agent != sender or pull.handle.hold != note.hold:
+    def _sent(self, letter: Letter, result: TransferError | None) -> None:
+        if result is None:
             return
-        del self._confirming[note.nonce]
-        if note.kind == "stale":
-            pull.fail(TransferError(f"stale: {pull}"))
-        pull.enter(Stage.ENDED)
-
-    def _put(self, box: list[_Letter], peer: str, note: Note) -> None:
-        if len(box) >= _MAX_NOTES:
-            box.pop(0)
-        box.append(_Letter(peer, note, trio.current_time() + self._confirm_timeout))
-
-    def _letters(self, now: float) -> list[Call]:
-        waiting, self._inbox = self._inbox, []
-        for letter in waiting:
-            if self._peers.known(letter.peer):
-                self._answer(letter.peer, letter.note)
-            elif letter.deadline > now:
-                self._inbox.append(letter)
-            else:
-                logger.warning("note of %s, which no Master has reported, is dropped", letter.peer)
-        calls = []
-        waiting, self._outbox = self._outbox, []
-        for letter in waiting:
-            if self._peers.usable(letter.peer):
-                args = (letter.peer, encode_note(letter.note))
-                calls.append(Call("notify", self._agent.notify, args, partial(self._sent, letter)))
-            elif letter.deadline > now:
-                self._peers.want(letter.peer)
-                self._outbox.append(letter)
-        return calls
-
-    def _sent(self, letter: _Letter, result: TransferError | None) -> None:
-        if not isinstance(result, TransferError):
-            return
+        disconnected = isinstance(result, PeerDisconnectedError)
+        self._confirmations.returned(letter, result, disconnected=disconnected)
         if isinstance(result, PeerDisconnectedError):
             self._disconnected(letter.peer, result)
-            if not letter.retried:  # the peer may live behind a new connection: it has just read from here
-                letter.retried = True
-                self._outbox.append(letter)
-                return
-        logger.warning("answer to %s was not sent: %s", letter.peer, result)
 
     def _moved(self) -> None:
         """Something has happened: another round follows without a pause, for what it may have made possible."""

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
-    """A notification between the owners of D and P: `done` asks, `valid` and `stale` answer."""
+    """A notification between the owners of D and P: `done` asks, `valid` and `stale` answer, `probe` says nothing."""
 
-    kind: Literal["done", "valid", "stale"]
+    kind: Literal["done", "valid", "stale", "probe"]
     hold: int
     nonce: int
     """Random per pull, so that an answer can belong to nobody else."""
