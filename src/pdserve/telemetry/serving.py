@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdserve.http")
 
+_PROBES = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+"""Asked for all the time by machines: in the access log at level debug only."""
+
 
 def open_listener(host: str, port: int, *, user_timeout: float | None, backlog: int = 1024) -> socket.socket:
     """A listening TCP socket; port 0 lets the system choose.
@@ -160,13 +163,16 @@ class _Log(Logger):
     """One short access line a response: neither headers nor query strings, which may hold secrets."""
 
     async def access(self, request: WWWScope, response: ResponseSummary | None, request_time: float) -> None:
-        if self.access_logger is None or not self.access_logger.isEnabledFor(logging.INFO):
+        # hypercorn reports a connection that closes right behind its response twice, first without the response.
+        quiet = response is None or request["path"] in _PROBES
+        level = logging.DEBUG if quiet else logging.INFO
+        if self.access_logger is None or not self.access_logger.isEnabledFor(level):
             return
         client = request.get("client")
         status = response["status"] if response is not None else "client gone"
         method = request["method"] if request["type"] == "http" else "WEBSOCKET"
-        self.access_logger.info(
-            '%s "%s %s" %s %.3fs', client[0] if client else "-", method, request["path"], status, request_time
+        self.access_logger.log(
+            level, '%s "%s %s" %s %.3fs', client[0] if client else "-", method, request["path"], status, request_time
         )
 
 
