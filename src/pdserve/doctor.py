@@ -35,7 +35,7 @@ NIXL_API = Need("nixl", "the Python interface of NIXL", "pip install --no-deps n
 
 
 def needs(config: CommonConfig, model: str) -> list[Need]:
-    """What a role with this configuration needs beyond its own dependencies; a model given as a path needs no package."""
+    """What a role with this configuration needs beyond the base install; a model given as a path needs no package."""
     wanted: list[Need] = []
     if model == DEFAULT_MODEL and not Path(model).exists():
         wanted.append(EMBEDDED_MODEL)
