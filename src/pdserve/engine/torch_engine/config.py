@@ -145,7 +145,9 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         rope_theta=fields.number("rope.freq_base", 10000.0),
         rope_scaling=_gguf_scaling(str(file.path), fields, file.metadata.get(f"{arch}.rope.scaling.type")),
         tied="output.weight" not in file.tensors,
-        qkv_bias=arch == "qwen2",
+        qkv_bias=arch == "qwen2" or "blk.0.attn_q.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
         qk_norm=arch == "qwen3",
         window=fields.integer("attention.sliding_window", 0) or None,
     )
