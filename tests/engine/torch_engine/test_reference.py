@@ -33,6 +33,7 @@ def generated():
         name=files.name,
         card=load_model_card(files, max_seq_len=MAX_SEQ_LEN),
         device="cpu",
+        threads=1,  # with two, waiting for each other on a busy machine costs more than it gains
         kv_tokens=16384,
         max_seq_len=MAX_SEQ_LEN,
         eos_token_ids=frozenset({2}),
