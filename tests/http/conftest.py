@@ -114,7 +114,7 @@ class Server:
     async def settled(self, endpoint, outcome, times=1):
         """Wait until so many requests have ended this way: they end after their last byte."""
         with trio.fail_after(5):
-            while self.counted(endpoint, outcome) != times:  # noqa: ASYNC110 - a counter has no event
+            while self.counted(endpoint, outcome) != times:
                 await trio.sleep(0.005)
 
     async def connect(self, data=b"", **options):
