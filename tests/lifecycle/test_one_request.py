@@ -1,145 +1,19 @@
-"""Real Master and worker code in virtual time: simulated engine, in-memory transfers, WebSockets over memory streams."""
+"""One request through P and D in virtual time: output, cancellation, limits and failures."""
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
 import trio
-import trio.testing
-from trio_websocket import wrap_client_stream
 
-from pdserve.config import DecodeConfig, MasterConfig, PrefillConfig
-from pdserve.engine.sim import SimEngine, expected_tokens
+from pdserve.config import DecodeConfig
+from pdserve.engine.sim import expected_tokens
 from pdserve.errors import DeadlineExceededError, NoWorkersError, ServerBusyError, WorkerFailedError
-from pdserve.ids import RequestIds, new_incarnation
-from pdserve.master.app import Master
-from pdserve.master.coordinator import Coordinator
-from pdserve.master.links import NodeLinks
-from pdserve.master.registry import Registry
-from pdserve.master.selector import Selector
-from pdserve.master.service import GenerationRequest
-from pdserve.telemetry.metrics import MasterMetrics
-from pdserve.text.models import load_model_card, resolve_model
-from pdserve.text.tokenizer import load_tokenizer
-from pdserve.transfer.memory_agent import MemoryAgent, MemoryNetwork
 from pdserve.wire.messages import SamplingParams
-from pdserve.worker.node import WorkerNode
 
-FILES = resolve_model("sim-bytes")
-CARD = load_model_card(FILES, max_seq_len=4096)
-TOKENIZER = load_tokenizer(FILES)
 STEP = 0.005
-BASE = {
-    "model": "sim-bytes",
-    "engine": "sim",
-    "kv_tokens": 4096,
-    "sim_decode_ms": STEP * 1000,
-    "max_running_requests": 4,
-}
-
-
-class Cluster:
-    def __init__(self, nursery: trio.Nursery, **master: object) -> None:
-        config = MasterConfig(model="sim-bytes", **master)
-        self.nursery = nursery
-        self.registry, incarnation, metrics = Registry(), new_incarnation(), MasterMetrics()
-        self.links = NodeLinks(
-            self.registry,
-            metrics,
-            CARD,
-            incarnation,
-            token=config.cluster_token,
-            heartbeat_interval=config.heartbeat_interval,
-            need_admission=not config.disable_admission,
-        )
-        coordinator = Coordinator(
-            self.registry,
-            Selector(),
-            RequestIds(incarnation),
-            metrics,
-            nursery,
-            admission_timeout=config.admission_timeout,
-            total_deadline=config.total_deadline,
-            retry=config.retry,
-        )
-        self.master = Master(self.registry, coordinator, CARD)
-        self.network = MemoryNetwork()
-        self.nodes: list[WorkerNode] = []
-        self.scopes: dict[str, trio.CancelScope] = {}
-        self.server_ends: dict[str, trio.abc.Stream] = {}
-
-    async def start(self, config: PrefillConfig | DecodeConfig) -> WorkerNode:
-        engine = SimEngine(
-            card=CARD,
-            vocab_size=TOKENIZER.vocab_size,
-            eos_token_ids=TOKENIZER.eos_token_ids,
-            num_pages=config.kv_tokens // config.page_size,
-            page_size=config.page_size,
-            prefill_tokens_per_s=config.sim_prefill_tokens_per_s,
-            decode_ms=config.sim_decode_ms,
-        )
-        node = WorkerNode(
-            config,
-            engine,
-            TOKENIZER,
-            make_agent=lambda name: MemoryAgent(name, self.network, clock=trio.current_time, delay=None),
-            thread=None,
-        )
-
-        async def dial(nursery: trio.Nursery):
-            client, server = trio.testing.memory_stream_pair()
-            self.server_ends[node.node_id] = server
-            self.nursery.start_soon(self.links.handle, server)
-            return await wrap_client_stream(nursery, client, "master", "/")
-
-        async def run(task_status=trio.TASK_STATUS_IGNORED):
-            with trio.CancelScope() as scope:
-                self.scopes[node.node_id] = scope
-                await node.run([("memory", dial)], task_status=task_status)
-
-        await self.nursery.start(run)
-        self.nodes.append(node)
-        with trio.fail_after(30):
-            while not any(known.hello.incarnation == node.incarnation for known in self.registry.nodes()):
-                await trio.sleep(0.01)
-        return node
-
-    def request(self, prompt, label="r", accepted_at=None, **params) -> GenerationRequest:
-        now = trio.current_time() if accepted_at is None else accepted_at
-        return GenerationRequest(tuple(prompt), SamplingParams(temperature=0.0, **params), label, now)
-
-    async def ids(self, prompt, **params) -> list[int]:
-        with trio.fail_after(120):
-            async with self.master.generate(self.request(prompt, **params)) as output:
-                return [token async for delta in output for token in delta.token_ids]
-
-    async def quiet(self, within: float = 1.0) -> None:
-        """Every pool is at zero within `within` virtual seconds."""
-        with trio.move_on_after(within):
-            while True:
-                try:
-                    for node in self.nodes:
-                        node.check_integrity(quiet=True)
-                except AssertionError:
-                    await trio.sleep(0.001)
-                else:
-                    return
-        for node in self.nodes:
-            node.check_integrity(quiet=True)
-
-
-@asynccontextmanager
-async def cluster(prefill=None, decode=None, decodes=1, **master):
-    async with trio.open_nursery() as nursery:
-        it = Cluster(nursery, **master)
-        await it.start(PrefillConfig(**{**BASE, "node_id": "p0", **(prefill or {})}))
-        for i in range(decodes):
-            await it.start(DecodeConfig(**{**BASE, "node_id": f"d{i}", **(decode or {})}))
-        yield it
-        await it.quiet()
-        nursery.cancel_scope.cancel()
+BASE = {"model": "sim-bytes", "engine": "sim", "kv_tokens": 4096, "max_running_requests": 4}
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
@@ -147,7 +21,7 @@ def prompt_of(length: int, salt: int = 0) -> list[int]:
 
 
 @pytest.mark.trio
-async def test_output_is_the_same_around_every_page_border_cold_and_cached(autojump_clock):
+async def test_output_is_the_same_around_every_page_border_cold_and_cached(cluster, autojump_clock):
     async with cluster() as it:
         for length in [*range(1, 50), 63, 64, 65, 300, 1000]:
             prompt = prompt_of(length, salt=length)
@@ -157,7 +31,7 @@ async def test_output_is_the_same_around_every_page_border_cold_and_cached(autoj
 
 
 @pytest.mark.trio
-async def test_a_prefix_cached_on_prefill_only_gives_the_same_output(autojump_clock):
+async def test_a_prefix_cached_on_prefill_only_gives_the_same_output(cluster, autojump_clock):
     async with cluster(decodes=1) as it:
         prompt = prompt_of(80)
         want = await it.ids(prompt, max_tokens=9)
@@ -172,7 +46,7 @@ async def test_a_prefix_cached_on_prefill_only_gives_the_same_output(autojump_cl
 
 @pytest.mark.trio
 @pytest.mark.parametrize("tokens", [0.5, 1.5, 2.5, 3.5, 10.5])
-async def test_a_client_that_leaves_frees_slot_and_pages_within_one_step(tokens, autojump_clock):
+async def test_a_client_that_leaves_frees_slot_and_pages_within_one_step(tokens, cluster, autojump_clock):
     async with cluster() as it:
         with trio.move_on_after(STEP * tokens):
             await it.ids(prompt_of(100), max_tokens=1000)
@@ -181,7 +55,7 @@ async def test_a_client_that_leaves_frees_slot_and_pages_within_one_step(tokens,
 
 
 @pytest.mark.trio
-async def test_a_client_that_leaves_at_any_moment_leaves_nothing(autojump_clock):
+async def test_a_client_that_leaves_at_any_moment_leaves_nothing(cluster, autojump_clock):
     async with cluster(prefill={"sim_prefill_tokens_per_s": 2000.0}, decode={"faults": "transfer-delay=0.02"}) as it:
         for k in range(80):
             with trio.move_on_after(0.001 * (k + 0.5)):
@@ -193,7 +67,7 @@ async def test_a_client_that_leaves_at_any_moment_leaves_nothing(autojump_clock)
 
 
 @pytest.mark.trio
-async def test_the_first_token_is_there_before_the_transfer_has_finished(autojump_clock):
+async def test_the_first_token_is_there_before_the_transfer_has_finished(cluster, autojump_clock):
     async with cluster(decode={"faults": "transfer-delay=2.0"}) as it:
         began, times = trio.current_time(), []
         async with it.master.generate(it.request(prompt_of(40), max_tokens=3)) as output:
@@ -204,7 +78,7 @@ async def test_the_first_token_is_there_before_the_transfer_has_finished(autojum
 
 
 @pytest.mark.trio
-async def test_without_a_first_token_from_prefill_the_output_is_the_same(autojump_clock):
+async def test_without_a_first_token_from_prefill_the_output_is_the_same(cluster, autojump_clock):
     async with cluster(prefill={"faults": "omit-first-token"}) as it:
         for length in (1, 15, 16, 17, 32, 33):
             want = expected_tokens(prompt_of(length), SamplingParams(max_tokens=6, temperature=0.0))
@@ -214,7 +88,7 @@ async def test_without_a_first_token_from_prefill_the_output_is_the_same(autojum
 
 @pytest.mark.trio
 @pytest.mark.parametrize("max_tokens", [2, 20])
-async def test_a_failed_transfer_is_an_error_and_never_a_finish(max_tokens, autojump_clock):
+async def test_a_failed_transfer_is_an_error_and_never_a_finish(max_tokens, cluster, autojump_clock):
     async with cluster(decode={"faults": "transfer-fail=-1"}) as it:
         async with it.master.generate(it.request(prompt_of(40), max_tokens=max_tokens)) as output:
             deltas = []
@@ -227,7 +101,7 @@ async def test_a_failed_transfer_is_an_error_and_never_a_finish(max_tokens, auto
 
 
 @pytest.mark.trio
-async def test_one_token_and_eos_first_are_admitted_and_finish(autojump_clock):
+async def test_one_token_and_eos_first_are_admitted_and_finish(cluster, autojump_clock):
     async with cluster() as it:
         assert len(await it.ids(prompt_of(33), max_tokens=1)) == 1
         async with it.master.generate(it.request([70, 71, 4], max_tokens=10)) as output:
@@ -237,7 +111,7 @@ async def test_one_token_and_eos_first_are_admitted_and_finish(autojump_clock):
 
 
 @pytest.mark.trio
-async def test_frames_of_one_burst_are_granted_in_their_order(autojump_clock):
+async def test_frames_of_one_burst_are_granted_in_their_order(cluster, autojump_clock):
     async with cluster(
         decode={"max_running_requests": 2, "admission_queue_size": 500, "admission_timeout": 500.0},
         prefill={"max_running_requests": 200, "kv_tokens": 65536, "hold_share": 1.0},
@@ -265,7 +139,7 @@ async def test_frames_of_one_burst_are_granted_in_their_order(autojump_clock):
 
 
 @pytest.mark.trio
-async def test_a_full_decode_node_is_busy_at_once_and_a_waiting_one_at_its_deadline(autojump_clock):
+async def test_a_full_decode_node_is_busy_at_once_and_a_waiting_one_at_its_deadline(cluster, autojump_clock):
     async with cluster(decode={"max_running_requests": 1, "admission_queue_size": 1}, admission_timeout=2.0) as it:
         async with it.master.generate(it.request(prompt_of(5), max_tokens=4000)) as running:
             await running.__anext__()
@@ -284,7 +158,7 @@ async def test_a_full_decode_node_is_busy_at_once_and_a_waiting_one_at_its_deadl
 
 
 @pytest.mark.trio
-async def test_the_surplus_over_the_prefill_queue_is_refused_at_once(autojump_clock):
+async def test_the_surplus_over_the_prefill_queue_is_refused_at_once(cluster, autojump_clock):
     limits = {"prefill_queue_tokens": 10000, "sim_prefill_tokens_per_s": 20000.0}
     async with cluster(
         prefill=limits, decode={"admission_timeout": 100.0, "admission_queue_size": 500}, admission_timeout=100.0
@@ -307,7 +181,7 @@ async def test_the_surplus_over_the_prefill_queue_is_refused_at_once(autojump_cl
 
 
 @pytest.mark.trio
-async def test_the_same_label_twice_at_once_is_two_requests(autojump_clock):
+async def test_the_same_label_twice_at_once_is_two_requests(cluster, autojump_clock):
     async with cluster() as it:
         results = {}
 
@@ -322,7 +196,7 @@ async def test_the_same_label_twice_at_once_is_two_requests(autojump_clock):
 
 
 @pytest.mark.trio
-async def test_a_decode_node_lost_before_the_first_output_is_replaced_by_another(autojump_clock):
+async def test_a_decode_node_lost_before_the_first_output_is_replaced_by_another(cluster, autojump_clock):
     async with cluster(prefill={"sim_prefill_tokens_per_s": 100.0}, decodes=2) as it:
         result = []
 
@@ -338,7 +212,7 @@ async def test_a_decode_node_lost_before_the_first_output_is_replaced_by_another
 
 
 @pytest.mark.trio
-async def test_a_decode_node_lost_in_the_middle_is_one_error(autojump_clock):
+async def test_a_decode_node_lost_in_the_middle_is_one_error(cluster, autojump_clock):
     async with cluster() as it:
         with pytest.raises(WorkerFailedError, match="d0"):
             async with it.master.generate(it.request(prompt_of(5), max_tokens=4000)) as output:
@@ -353,7 +227,7 @@ async def test_a_decode_node_lost_in_the_middle_is_one_error(autojump_clock):
 
 
 @pytest.mark.trio
-async def test_a_newer_registration_outlives_the_clean_up_of_the_older(autojump_clock):
+async def test_a_newer_registration_outlives_the_clean_up_of_the_older(cluster, autojump_clock):
     async with cluster() as it:
         (old,) = it.registry.nodes("decode")
         it.nodes.pop()
@@ -367,7 +241,7 @@ async def test_a_newer_registration_outlives_the_clean_up_of_the_older(autojump_
 
 
 @pytest.mark.trio
-async def test_the_total_deadline_ends_a_request(autojump_clock):
+async def test_the_total_deadline_ends_a_request(cluster, autojump_clock):
     async with cluster(request_timeout=1.0) as it:
         began = trio.current_time()
         with pytest.raises(DeadlineExceededError):
@@ -376,7 +250,7 @@ async def test_the_total_deadline_ends_a_request(autojump_clock):
 
 
 @pytest.mark.trio
-async def test_a_newer_decode_node_serves_and_one_without_admission_is_refused_and_named(autojump_clock):
+async def test_a_newer_decode_node_serves_and_one_without_admission_is_refused_and_named(cluster, autojump_clock):
     async with cluster(decode={"faults": "protocol-bump"}) as it:
         assert len(await it.ids(prompt_of(20), max_tokens=5)) == 5
         with pytest.raises(trio.TooSlowError):
@@ -386,7 +260,7 @@ async def test_a_newer_decode_node_serves_and_one_without_admission_is_refused_a
 
 
 @pytest.mark.trio
-async def test_a_client_that_leaves_between_prefill_and_decode_fifty_times(autojump_clock):
+async def test_a_client_that_leaves_between_prefill_and_decode_fifty_times(cluster, autojump_clock):
     async with cluster(decode={"max_running_requests": 1}) as it:
         async with it.master.generate(it.request(prompt_of(5), max_tokens=4000)) as running:
             await running.__anext__()
@@ -397,7 +271,7 @@ async def test_a_client_that_leaves_between_prefill_and_decode_fifty_times(autoj
 
 
 @pytest.mark.trio
-async def test_a_draining_node_takes_nothing_new_and_finishes_what_it_has(autojump_clock):
+async def test_a_draining_node_takes_nothing_new_and_finishes_what_it_has(cluster, autojump_clock):
     async with cluster() as it:
         decode = it.nodes[1]
         async with it.master.generate(it.request(prompt_of(5), max_tokens=50)) as output:

@@ -1,0 +1,146 @@
+"""Real Master and workers in virtual time: simulated engine, in-memory transfers, WebSockets over memory streams."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+import trio.testing
+from trio_websocket import wrap_client_stream
+
+from pdserve.config import DecodeConfig, MasterConfig, PrefillConfig
+from pdserve.engine.sim import SimEngine
+from pdserve.ids import RequestIds, new_incarnation
+from pdserve.master.app import Master
+from pdserve.master.coordinator import Coordinator
+from pdserve.master.links import NodeLinks
+from pdserve.master.registry import Registry
+from pdserve.master.selector import Selector
+from pdserve.master.service import GenerationRequest
+from pdserve.telemetry.metrics import MasterMetrics
+from pdserve.text.models import load_model_card, resolve_model
+from pdserve.text.tokenizer import load_tokenizer
+from pdserve.transfer.memory_agent import MemoryAgent, MemoryNetwork
+from pdserve.wire.messages import SamplingParams
+from pdserve.worker.node import WorkerNode
+
+FILES = resolve_model("sim-bytes")
+CARD = load_model_card(FILES, max_seq_len=4096)
+TOKENIZER = load_tokenizer(FILES)
+STEP = 0.005
+BASE = {
+    "model": "sim-bytes",
+    "engine": "sim",
+    "kv_tokens": 4096,
+    "sim_decode_ms": STEP * 1000,
+    "max_running_requests": 4,
+}
+
+
+class Cluster:
+    def __init__(self, nursery: trio.Nursery, **master: object) -> None:
+        config = MasterConfig(model="sim-bytes", **master)
+        self.nursery = nursery
+        self.registry, incarnation, metrics = Registry(), new_incarnation(), MasterMetrics()
+        self.links = NodeLinks(
+            self.registry,
+            metrics,
+            CARD,
+            incarnation,
+            token=config.cluster_token,
+            heartbeat_interval=config.heartbeat_interval,
+            need_admission=not config.disable_admission,
+        )
+        coordinator = Coordinator(
+            self.registry,
+            Selector(),
+            RequestIds(incarnation),
+            metrics,
+            nursery,
+            admission_timeout=config.admission_timeout,
+            total_deadline=config.total_deadline,
+            retry=config.retry,
+        )
+        self.master = Master(self.registry, coordinator, CARD)
+        self.network = MemoryNetwork()
+        self.nodes: list[WorkerNode] = []
+        self.scopes: dict[str, trio.CancelScope] = {}
+        self.server_ends: dict[str, trio.abc.Stream] = {}
+
+    async def start(self, config: PrefillConfig | DecodeConfig) -> WorkerNode:
+        engine = SimEngine(
+            card=CARD,
+            vocab_size=TOKENIZER.vocab_size,
+            eos_token_ids=TOKENIZER.eos_token_ids,
+            num_pages=config.kv_tokens // config.page_size,
+            page_size=config.page_size,
+            prefill_tokens_per_s=config.sim_prefill_tokens_per_s,
+            decode_ms=config.sim_decode_ms,
+        )
+        node = WorkerNode(
+            config,
+            engine,
+            TOKENIZER,
+            make_agent=lambda name: MemoryAgent(name, self.network, clock=trio.current_time, delay=None),
+            thread=None,
+        )
+
+        async def dial(nursery: trio.Nursery):
+            client, server = trio.testing.memory_stream_pair()
+            self.server_ends[node.node_id] = server
+            self.nursery.start_soon(self.links.handle, server)
+            return await wrap_client_stream(nursery, client, "master", "/")
+
+        async def run(task_status=trio.TASK_STATUS_IGNORED):
+            with trio.CancelScope() as scope:
+                self.scopes[node.node_id] = scope
+                await node.run([("memory", dial)], task_status=task_status)
+
+        await self.nursery.start(run)
+        self.nodes.append(node)
+        with trio.fail_after(30):
+            while not any(known.hello.incarnation == node.incarnation for known in self.registry.nodes()):
+                await trio.sleep(0.01)
+        return node
+
+    def request(self, prompt, label="r", accepted_at=None, **params) -> GenerationRequest:
+        now = trio.current_time() if accepted_at is None else accepted_at
+        return GenerationRequest(tuple(prompt), SamplingParams(temperature=0.0, **params), label, now)
+
+    async def ids(self, prompt, **params) -> list[int]:
+        with trio.fail_after(120):
+            async with self.master.generate(self.request(prompt, **params)) as output:
+                return [token async for delta in output for token in delta.token_ids]
+
+    async def quiet(self, within: float = 1.0) -> None:
+        """Every pool is at zero within `within` virtual seconds."""
+        with trio.move_on_after(within):
+            while True:
+                try:
+                    for node in self.nodes:
+                        node.check_integrity(quiet=True)
+                except AssertionError:
+                    await trio.sleep(0.001)
+                else:
+                    return
+        for node in self.nodes:
+            node.check_integrity(quiet=True)
+
+
+@asynccontextmanager
+async def _cluster(prefill=None, decode=None, decodes=1, **master):
+    async with trio.open_nursery() as nursery:
+        it = Cluster(nursery, **master)
+        await it.start(PrefillConfig(**{**BASE, "node_id": "p0", **(prefill or {})}))
+        for i in range(decodes):
+            await it.start(DecodeConfig(**{**BASE, "node_id": f"d{i}", **(decode or {})}))
+        yield it
+        await it.quiet()
+        nursery.cancel_scope.cancel()
+
+
+@pytest.fixture
+def cluster():
+    """`async with cluster(prefill=…, decode=…, decodes=1, **master) as it`: a Master, p0, d0, …; quiet at the end."""
+    return _cluster
