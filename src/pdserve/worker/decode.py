@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pdserve.transfer.owner import TransferOwner
     from pdserve.wire.messages import Decode, Prefill
     from pdserve.worker.engine_loop import EngineLoop
+    from pdserve.worker.page_queue import PagePlace
     from pdserve.worker.requests import LinkRequests, Request
 
 _handles = msgspec.msgpack.Decoder(KvHandle)
@@ -38,9 +39,9 @@ _handles = msgspec.msgpack.Decoder(KvHandle)
 class DecodeNode:
     """Serves `Decode` frames of any number of Masters; the only authority over its slots.
 
-    A request takes, in this order: a lease (FIFO over all Masters, the ticket drawn in the order the link readers
-    decode the frames), a request slot, the worst-case pages (FIFO); all within the admission deadline. The lease is
-    given back when the slot has been recycled, in every path.
+    A request takes a lease (FIFO over all Masters), a request slot and the worst-case pages, in this order, within the
+    admission deadline. Ticket and place in the queue for pages are both drawn in the order in which the link readers
+    decode the frames. The lease is given back when the slot has been recycled, in every path.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class DecodeNode:
             self._busy(frame, link, "queue_full")
             return
         self._active += 1
-        link.start(key, self._run, frame, lease, link)
+        link.start(key, self._run, frame, lease, self._pages.join(), link)
         self.on_change()
 
     def stats(self) -> NodeStats:
@@ -136,10 +137,10 @@ class DecodeNode:
             )
         )
 
-    async def _run(self, request: Request, frame: Decode, lease: Lease, link: LinkRequests) -> None:
+    async def _run(self, request: Request, frame: Decode, lease: Lease, place: PagePlace, link: LinkRequests) -> None:
         try:
-            with lease:
-                seq = await self._admit(request, frame, lease, link)
+            with lease, place:
+                seq = await self._admit(request, frame, lease, place, link)
                 if seq is not None:
                     lease.keep()  # from here on the sequence's end gives it back
                     try:
@@ -148,8 +149,11 @@ class DecodeNode:
                         self._loop.scheduler.retire(seq)
         finally:
             self._active -= 1
+            self.on_change()
 
-    async def _admit(self, request: Request, frame: Decode, lease: Lease, link: LinkRequests) -> Sequence | None:
+    async def _admit(
+        self, request: Request, frame: Decode, lease: Lease, place: PagePlace, link: LinkRequests
+    ) -> Sequence | None:
         """Lease, slot and pages within the admission deadline; None: refused, and told so."""
         started = trio.current_time()
         limit = math.inf if self._config.disable_admission else self._config.admission_timeout
@@ -161,7 +165,7 @@ class DecodeNode:
             request.enter("admission")
             await lease.wait()
             request.enter("pages")
-            pages, cached = await self._pages.claim(frame.token_ids, reusable, self._total_pages(frame))
+            pages, cached = await place.claim(frame.token_ids, reusable, self._total_pages(frame))
         if deadline.cancelled_caught:
             self._busy(frame, link, "timeout")
             return None
