@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -114,37 +113,40 @@ class NodeLinks:
             closing.append(why)
             left.set()
 
-        with self._registry.registered(hello, outbox.control, close) as node:
-            proof = master_proof(self._token, hello.nonce, self._incarnation)
-            outbox.control(Welcome(node.generation, version, self._incarnation, proof))
-            self._registry.introduce(node)
-            self._metrics.node_connected(hello.role)
-            log.info("%s registered (capacity %d)", name, hello.capacity)
-            try:
-                async with connection_scope(
-                    ws,
-                    name=name,
-                    on_message=partial(self._on_message, node),
-                    outbox=outbox,
-                    heartbeat=Heartbeat(self._interval, _HEARTBEATS_MISSED * self._interval),
-                    send_ping=lambda: outbox.control(Ping()),
-                ) as connection:
-                    await left.wait()
-                    connection.close(GOING_AWAY, closing[0])
-                reason = "replaced"
-            except ConnectionLost as lost:
-                reason = "lost"
-                log.log(
-                    logging.ERROR if lost.internal else logging.WARNING,
-                    "%s: %s",
-                    name,
-                    lost.reason,
-                    exc_info=lost if lost.internal else None,
-                )
-            finally:
-                self._metrics.node_lost(hello.role, reason)
-                if self._registry.is_current(node):
-                    self._metrics.forget_node(hello.node_id)
+        try:
+            async with connection_scope(
+                ws,
+                name=name,
+                on_message=lambda message: self._on_message(node, message),  # called from the first checkpoint on
+                outbox=outbox,
+                heartbeat=Heartbeat(self._interval, _HEARTBEATS_MISSED * self._interval),
+                send_ping=lambda: outbox.control(Ping()),
+            ) as connection:
+                # Inside the connection: its requests are woken when it fails, not when a dead socket has been closed.
+                with self._registry.registered(hello, outbox.control, close) as node:
+                    proof = master_proof(self._token, hello.nonce, self._incarnation)
+                    outbox.control(Welcome(node.generation, version, self._incarnation, proof))
+                    self._registry.introduce(node)
+                    self._metrics.node_connected(hello.role)
+                    log.info("%s registered (capacity %d)", name, hello.capacity)
+                    try:
+                        await left.wait()
+                    finally:
+                        if self._registry.is_current(node):
+                            self._metrics.forget_node(hello.node_id)
+                connection.close(GOING_AWAY, closing[0])
+            reason = "replaced"
+        except ConnectionLost as lost:
+            reason = "lost"
+            log.log(
+                logging.ERROR if lost.internal else logging.WARNING,
+                "%s: %s",
+                name,
+                lost.reason,
+                exc_info=lost if lost.internal else None,
+            )
+        finally:
+            self._metrics.node_lost(hello.role, reason)
 
     def _on_message(self, node: Node, message: bytes | str) -> None:
         frame = decode_from_node(message)
