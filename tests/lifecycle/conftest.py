@@ -66,7 +66,8 @@ class Cluster:
         self.network = MemoryNetwork()
         self.nodes: list[WorkerNode] = []
         self.scopes: dict[str, trio.CancelScope] = {}
-        self.server_ends: dict[str, trio.abc.Stream] = {}
+        self.server_ends: dict[str, trio.StapledStream] = {}
+        self.client_ends: dict[str, trio.StapledStream] = {}
 
     async def start(self, config: PrefillConfig | DecodeConfig) -> WorkerNode:
         engine = SimEngine(
@@ -88,7 +89,7 @@ class Cluster:
 
         async def dial(nursery: trio.Nursery):
             client, server = trio.testing.memory_stream_pair()
-            self.server_ends[node.node_id] = server
+            self.client_ends[node.node_id], self.server_ends[node.node_id] = client, server
             self.nursery.start_soon(self.links.handle, server)
             return await wrap_client_stream(nursery, client, "master", "/")
 
@@ -103,6 +104,16 @@ class Cluster:
             while not any(known.hello.incarnation == node.incarnation for known in self.registry.nodes()):
                 await trio.sleep(0.01)
         return node
+
+    def mute(self, node_id: str) -> None:
+        """Nothing passes between that node and the Master any more, and nothing is closed."""
+        server = self.server_ends[node_id]
+        server.send_stream.send_all_hook = trio.sleep_forever
+        server.receive_stream._incoming._data.clear()
+        server.receive_stream.receive_some_hook = trio.sleep_forever
+        client = self.client_ends[node_id]
+        client.send_stream.close_hook = client.receive_stream.close_hook = None
+        client.send_stream.send_all_hook = trio.sleep_forever
 
     def request(self, prompt, label="r", accepted_at=None, **params) -> GenerationRequest:
         now = trio.current_time() if accepted_at is None else accepted_at
