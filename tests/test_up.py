@@ -94,7 +94,7 @@ class Up:
         return [(name, what, int(pid), int(lives)) for name, what, pid, lives in map(str.split, lines)]
 
     async def until(self, happened: Callable[[list[tuple[str, str, int, int]]], bool]) -> None:
-        while not happened(self.events()):  # noqa: ASYNC110  (other processes set no event here)
+        while not happened(self.events()):
             await trio.sleep(0.02)
 
     def alive(self) -> list[int]:
@@ -130,7 +130,7 @@ async def test_ready_line_once_then_drain_front_to_back(up: Up, capfd: pytest.Ca
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run_up, config(prefill=2), up.command)
             await up.until(started(4))
-            while not (out := capfd.readouterr().out):  # noqa: ASYNC110
+            while not (out := capfd.readouterr().out):
                 await trio.sleep(0.02)
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGTERM)  # at once: the same stop, sent to the process and to its group

@@ -1,4 +1,3 @@
-# ruff: noqa: PT012  (what must raise is the scope as a whole)
 import logging
 from contextlib import asynccontextmanager
 

@@ -102,7 +102,8 @@ class TransferOwner:
             Stage.CONFIRMING: confirm_timeout,
         }
         self._calls: InlineCalls | ThreadCalls = ThreadCalls(call_timeout) if threaded else InlineCalls()
-        self._poller = Poller(poll=self._round, busy=self._busy)
+        # Idle rounds are rare: whatever there is to do kicks the poller, a hold or a pull keeps it fast.
+        self._poller = Poller(poll=self._round, busy=self._busy, slow=0.2)
         self._peers = PeerTable()
         self._holds = HoldTable(trio.current_time)
         self._new_hold = trio.Event()
