@@ -103,6 +103,8 @@ class Pull:
                 raise TransferError(f"{_LATE[self.stage]} within {self._limits[self.stage]:g} s: {self}")
         if self.error is not None:
             raise self.error
+        if self._abandoned:
+            raise TransferError(f"the pull was abandoned: {self}")
 
     def abandon(self) -> bool:
         """The caller is no longer interested. Synchronous and idempotent; a no-op after success.
