@@ -107,7 +107,8 @@ class LinkRequests:
             log.exception("request %s/%d failed", id_, epoch)
             self.send(Failed(id_, epoch, "worker_failed", "the worker failed while serving this request", None, choice))
         finally:
-            del self._requests[request.key]
+            if self._requests.get(request.key) is request:  # a repeated frame may have taken its place
+                del self._requests[request.key]
 
 
 def merge_deltas(old: Delta, new: Delta) -> Delta:
