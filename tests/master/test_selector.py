@@ -1,0 +1,108 @@
+"""Which nodes a request gets."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pdserve.master.registry import Node
+from pdserve.master.selector import Selector
+from pdserve.wire.messages import Hello, KvLayout, ModelCard, NodeStats, TransferMetadata
+
+LAYOUT = KvLayout(16, 128, 1, 1, 1, "sim")
+
+
+def node(node_id: str, role: str = "decode", *, capacity: int = 4, layout: KvLayout = LAYOUT, **stats: object) -> Node:
+    hello = Hello(
+        protocol_min=1,
+        protocol_max=1,
+        role=role,
+        node_id=node_id,
+        incarnation=f"{node_id}-life",
+        model=ModelCard("m", "w", "v", 100),
+        layout=layout,
+        transfer=TransferMetadata(node_id, b"", b""),
+        capacity=capacity,
+    )
+    return Node(hello, 1, lambda frame: None, lambda reason: None, NodeStats(**stats))
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    return [salt * 100_000 + i for i in range(length)]
+
+
+def test_without_nodes_or_with_draining_ones_there_is_no_choice():
+    selector, p = Selector(), node("p", "prefill")
+    assert selector.prefill([], [1]) is None
+    assert selector.prefill([node("p", "prefill", draining=True)], [1]) is None
+    assert selector.decode([], p, 1) is None
+    assert selector.decode([node("d", draining=True)], p, 1) is None
+
+
+def test_the_shorter_queue_wins_and_a_burst_is_spread():
+    selector = Selector()
+    nodes = [node("a", "prefill", queued=100), node("b", "prefill", queued=10)]
+    assert selector.prefill(nodes, [1]) is nodes[1]
+    nodes[1].assigned_tokens = 500
+    assert selector.prefill(nodes, [1]) is nodes[0]
+
+
+def test_a_remembered_prefix_outweighs_a_shorter_queue_up_to_its_length():
+    selector = Selector()
+    a, b = node("a", "prefill"), node("b", "prefill")
+    assert selector.prefill([a], prompt(300)) is a
+    a.stats = NodeStats(queued=250)
+    assert selector.prefill([a, b], prompt(300)) is a  # 4 blocks of 64 remembered
+    a.stats = NodeStats(queued=260)
+    assert selector.prefill([a, b], prompt(300)) is b
+
+
+def test_a_prefix_of_an_earlier_life_of_the_node_counts_nothing():
+    selector = Selector()
+    a, b = node("a", "prefill"), node("b", "prefill", queued=1)
+    selector.prefill([a], prompt(300))
+    a.hello = msgspec.structs.replace(a.hello, incarnation="later")
+    a.stats = NodeStats(queued=2)
+    assert selector.prefill([a, b], prompt(300)) is b
+
+
+def test_a_block_counts_only_behind_the_same_prefix():
+    selector = Selector()
+    a, b = node("a", "prefill", queued=1), node("b", "prefill")
+    selector.prefill([a], prompt(64, 1) + prompt(64, 2))
+    assert selector.prefill([a, b], prompt(64, 3) + prompt(64, 2)) is b
+
+
+def test_excluded_nodes_are_taken_only_when_nothing_else_is_left():
+    selector, p = Selector(), node("p", "prefill")
+    a, b = node("a"), node("b", active=4)
+    for _ in range(20):
+        assert selector.decode([a, b], p, 1, exclude={"a"}) is b
+    assert selector.decode([a], p, 1, exclude={"a"}) is a
+    assert selector.prefill([p], [1], exclude={"p"}) is p
+
+
+def test_decode_needs_the_layout_of_prefill_and_n_slots_in_all():
+    selector, p = Selector(), node("p", "prefill")
+    other = node("other", layout=msgspec.structs.replace(LAYOUT, dtype="bf16"))
+    small, large = node("small", capacity=2), node("large", capacity=3, active=3)
+    assert selector.decode([other], p, 1) is None
+    assert selector.decode([other, small, large], p, 3) is large
+    assert selector.decode([other, small, large], p, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("busy", "idle"), [({"active": 3}, {"active": 1}), ({"active": 4, "queued": 9}, {"active": 4})]
+)
+def test_the_less_loaded_of_two_is_taken(busy, idle):
+    selector, p = Selector(), node("p", "prefill")
+    a, b = node("a", **busy), node("b", **idle)
+    assert all(selector.decode([a, b], p, 1) is b for _ in range(20))
+
+
+def test_memory_of_prefixes_is_bounded(monkeypatch):
+    monkeypatch.setattr("pdserve.master.selector._MAX_BLOCKS", 4)
+    selector, a = Selector(), node("a", "prefill")
+    for salt in range(10):
+        selector.prefill([a], prompt(128, salt))
+    assert len(selector._blocks) == 4
