@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import msgspec
 import trio
 
 from pdserve.errors import (
@@ -37,8 +38,6 @@ from pdserve.wire.messages import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    import msgspec
-
     from pdserve.ids import RequestIds
     from pdserve.master.registry import Node, Registry
     from pdserve.master.selector import Selector
@@ -47,8 +46,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdserve.coordinator")
 
-_RENEW_INTERVAL = 5.0
-"""Seconds between renewals of P's hold; holds last 30 s by default, so several may be lost."""
+_RENEW_INTERVAL = 1.0
+"""Seconds between renewals of P's hold: the Master does not know P's `--hold-timeout`, which may be a few seconds."""
 
 
 class _AttemptLostError(Exception):
@@ -185,13 +184,8 @@ class _Attempt:
             self._part(self._prefill, Cancel(*self._key))
 
     async def run(self) -> None:
-        spec, request = self._request.spec, self._request
-        prefill, _ = self._choose()
-        request.nodes = (prefill.node_id,)
+        request = self._request
         request.enter("prefill")
-        self._prefill = self._join(prefill)
-        prefill.assigned_tokens += len(spec.prompt_ids)
-        prefill.send(Prefill(*self._key, spec.prompt_ids, spec.params, spec.n))
         prefilled = await self._prefilled()
         request.output.cached_tokens = prefilled.cached_tokens
         request.enter("admission")
@@ -219,18 +213,30 @@ class _Attempt:
         return prefill, decode
 
     async def _prefilled(self) -> Prefilled:
+        """Ask P; one that has begun to drain is passed over."""
+        spec = self._request.spec
         while True:
+            prefill, _ = self._choose()
+            self._prefill = self._join(prefill)
+            self._request.nodes = (prefill.node_id,)
+            prefill.assigned_tokens += len(spec.prompt_ids)
+            prefill.send(Prefill(*self._key, spec.prompt_ids, spec.params, spec.n))
             match await self._next():
                 case Prefilled() as frame:
                     return frame
                 case Busy() as busy:
-                    self._leave(self._prefill)
+                    self._leave(prefill)
                     self._prefill = None
+                    if busy.reason == "draining":
+                        _drains(prefill)
+                        continue
                     raise ServerBusyError(
                         "the prefill queue is full, try again later",
                         reason=busy.reason,
                         retry_after=busy.retry_after,
                     )
+                case frame:
+                    raise WorkerFailedError(f"unexpected {type(frame).__name__} before the prompt was computed")
 
     async def _admitted(self, prefilled: Prefilled) -> None:
         """Ask D; when it is full, one other D within what is left of the admission deadline."""
@@ -253,6 +259,9 @@ class _Attempt:
                 case Busy() as busy:
                     self._leave(decode)
                     self._decode = None
+                    if busy.reason == "draining":
+                        _drains(decode)
+                        continue
                     others = [n for n in self._owner._registry.nodes("decode") if n.node_id != decode.node_id]
                     if full or busy.reason == "timeout" or not others:
                         raise ServerBusyError(
@@ -303,6 +312,11 @@ class _Attempt:
     def _part(self, node: Node, farewell: msgspec.Struct) -> None:
         self._leave(node)
         node.send(farewell)
+
+
+def _drains(node: Node) -> None:
+    """The node has said so in an answer, ahead of its next report: nothing is sent there any more."""
+    node.stats = msgspec.structs.replace(node.stats, draining=True)
 
 
 def _error_of(frame: Failed) -> RequestError:
