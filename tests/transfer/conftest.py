@@ -54,10 +54,11 @@ class Node:
 
 class Pair:
     def __init__(self, nursery, **options):
+        """`options`: of the Decode node's owner."""
         self.network = MemoryNetwork()
         self.nursery = nursery
-        self.p = Node("p", self.network, **options.pop("p", {}), **options)
-        self.d = Node("d", self.network, **options.pop("d", {}), **options)
+        self.p = Node("p", self.network)
+        self.d = Node("d", self.network, **options)
 
     async def start(self):
         await self.nursery.start(self.p.owner.run)
@@ -85,8 +86,8 @@ def new_node():
 
 
 @pytest.fixture
-def new_pair(nursery, autojump_clock):
-    """A pair of nodes in virtual time that do not know each other yet; to be started."""
+def new_pair(nursery):
+    """Two nodes that do not know each other yet, to be started; the test itself has to ask for `autojump_clock`."""
     return lambda **options: Pair(nursery, **options)
 
 

@@ -24,7 +24,7 @@ async def fails(pull, error, match):
     return pull.abandon()
 
 
-async def test_pages_arrive_and_the_hold_ends_as_pulled(pair):
+async def test_pages_arrive_and_the_hold_ends_as_pulled(autojump_clock, pair):
     hold = pair.p.hold(4)
     pull = pair.d.pull(hold, skip=1)
     with trio.fail_after(1):
@@ -38,7 +38,7 @@ async def test_pages_arrive_and_the_hold_ends_as_pulled(pair):
     await pair.quiescent()
 
 
-async def test_nothing_to_read_is_over_at_once(pair):
+async def test_nothing_to_read_is_over_at_once(autojump_clock, pair):
     hold = pair.p.hold(2)
     pull = pair.d.pull(hold, skip=2)
     await pull.wait()
@@ -50,7 +50,7 @@ async def test_nothing_to_read_is_over_at_once(pair):
     await pair.quiescent()
 
 
-async def test_replay_of_a_consumed_handle_is_stale(pair):
+async def test_replay_of_a_consumed_handle_is_stale(autojump_clock, pair):
     hold = pair.p.hold()
     first = pair.d.pull(hold)
     await first.wait()
@@ -60,7 +60,7 @@ async def test_replay_of_a_consumed_handle_is_stale(pair):
     await pair.quiescent()
 
 
-async def test_unknown_hold_is_stale(pair):
+async def test_unknown_hold_is_stale(autojump_clock, pair):
     hold = pair.p.hold()
     handle = msgspec.structs.replace(msgspec.msgpack.decode(hold.handle, type=KvHandle), hold=10**6)
     local = pair.d.cache.allocate(3)
@@ -71,7 +71,7 @@ async def test_unknown_hold_is_stale(pair):
     await pair.quiescent()
 
 
-async def test_hold_expires_without_traffic_and_can_be_renewed(pair):
+async def test_hold_expires_without_traffic_and_can_be_renewed(autojump_clock, pair):
     hold = pair.p.hold(timeout=10)
     other = pair.p.hold(timeout=15)
     await trio.sleep(6)
@@ -87,7 +87,7 @@ async def test_hold_expires_without_traffic_and_can_be_renewed(pair):
     await pair.quiescent()
 
 
-async def test_expiry_during_the_read_makes_it_stale(pair):
+async def test_expiry_during_the_read_makes_it_stale(autojump_clock, pair):
     pair.network.delay = 3
     hold = pair.p.hold(timeout=2)
     pull = pair.d.pull(hold)
@@ -98,7 +98,7 @@ async def test_expiry_during_the_read_makes_it_stale(pair):
 
 
 @pytest.mark.parametrize("land_early", [False, True])
-async def test_pages_of_an_abandoned_read_stay_in_quarantine_until_it_is_terminal(pair, land_early):
+async def test_pages_of_an_abandoned_read_stay_in_quarantine_until_it_is_terminal(autojump_clock, pair, land_early):
     pair.network.delay = 5
     pair.network.land_early = land_early
     pull = pair.d.pull(pair.p.hold(3))
@@ -120,8 +120,8 @@ async def test_pages_of_an_abandoned_read_stay_in_quarantine_until_it_is_termina
     await pair.quiescent()
 
 
-async def test_delayed_read_counts_as_in_flight(new_pair):
-    pair = await new_pair(d={"delay": 4}).start()
+async def test_delayed_read_counts_as_in_flight(autojump_clock, new_pair):
+    pair = await new_pair(delay=4).start()
     pair.introduce()
     pull = pair.d.pull(pair.p.hold())
     await trio.sleep(1)
@@ -136,7 +136,7 @@ async def test_delayed_read_counts_as_in_flight(new_pair):
     await pair.quiescent()
 
 
-async def test_abandoning_before_the_post_keeps_the_pages(new_pair):
+async def test_abandoning_before_the_post_keeps_the_pages(autojump_clock, new_pair):
     pair = await new_pair().start()
     pull = pair.d.pull(pair.p.hold(timeout=1))
     assert pull.abandon() is False
@@ -149,7 +149,7 @@ async def test_abandoning_before_the_post_keeps_the_pages(new_pair):
     await pair.quiescent()
 
 
-async def test_abandoning_while_confirming_keeps_the_pages(pair):
+async def test_abandoning_while_confirming_keeps_the_pages(autojump_clock, pair):
     pair.network.drop = lambda sender, _receiver, _note: sender.startswith("p")
     pull = pair.d.pull(pair.p.hold())
     await trio.sleep(1)
@@ -159,7 +159,7 @@ async def test_abandoning_while_confirming_keeps_the_pages(pair):
 
 
 @pytest.mark.parametrize("lost", ["d", "p"])
-async def test_lost_confirmation_times_out(pair, lost):
+async def test_lost_confirmation_times_out(autojump_clock, pair, lost):
     pair.network.drop = lambda sender, _receiver, _note: sender.startswith(lost)
     hold = pair.p.hold(timeout=20)
     pull = pair.d.pull(hold)
@@ -172,7 +172,7 @@ async def test_lost_confirmation_times_out(pair, lost):
     await pair.quiescent()
 
 
-async def test_transfer_timeout_leaves_the_pages_with_the_owner(pair):
+async def test_transfer_timeout_leaves_the_pages_with_the_owner(autojump_clock, pair):
     pair.network.delay = 40
     pull = pair.d.pull(pair.p.hold(timeout=50))
     assert await fails(pull, TransferError, "did not end within 30 s") is True
@@ -180,7 +180,7 @@ async def test_transfer_timeout_leaves_the_pages_with_the_owner(pair):
     await pair.quiescent()
 
 
-async def test_failed_read(pair):
+async def test_failed_read(autojump_clock, pair):
     pair.network.fail_next(TransferError("broken"))
     hold = pair.p.hold()
     pull = pair.d.pull(hold)
@@ -192,8 +192,8 @@ async def test_failed_read(pair):
     await pair.quiescent()
 
 
-async def test_failure_seam(new_pair):
-    pair = await new_pair(d={"fail": iter([True, False]).__next__}).start()
+async def test_failure_seam(autojump_clock, new_pair):
+    pair = await new_pair(fail=iter([True, False]).__next__).start()
     pair.introduce()
     hold = pair.p.hold()
     pull = pair.d.pull(hold)
@@ -204,7 +204,7 @@ async def test_failure_seam(new_pair):
     await pair.quiescent()
 
 
-async def test_disconnect_fails_all_pulls_at_once_and_frees_abandoned_pages(pair):
+async def test_disconnect_fails_all_pulls_at_once_and_frees_abandoned_pages(autojump_clock, pair):
     pair.network.delay = 10
     pulls = [pair.d.pull(pair.p.hold(2)) for _ in range(3)]
     await trio.sleep(1)
@@ -229,7 +229,7 @@ async def test_disconnect_fails_all_pulls_at_once_and_frees_abandoned_pages(pair
     await pair.quiescent()
 
 
-async def test_peer_that_dies_while_it_should_confirm_is_found_out(pair):
+async def test_peer_that_dies_while_it_should_confirm_is_found_out(autojump_clock, pair):
     pair.network.drop = lambda sender, _receiver, _note: sender.startswith("d")
     pull = pair.d.pull(pair.p.hold(timeout=1))
     await trio.sleep(0.1)
@@ -242,7 +242,7 @@ async def test_peer_that_dies_while_it_should_confirm_is_found_out(pair):
     await pair.quiescent()
 
 
-async def test_answer_is_sent_again_after_a_lost_connection(pair):
+async def test_answer_is_sent_again_after_a_lost_connection(autojump_clock, pair):
     """P finds its connection to D broken although D lives: it admits D again and answers."""
     notify, broken = pair.p.agent.notify, iter([True, False])
 
@@ -259,7 +259,7 @@ async def test_answer_is_sent_again_after_a_lost_connection(pair):
     await pair.quiescent()
 
 
-async def test_unknown_peer_is_waited_for(new_pair):
+async def test_unknown_peer_is_waited_for(autojump_clock, new_pair):
     pair = await new_pair().start()
     pull = pair.d.pull(pair.p.hold())
     late = pair.d.pull(pair.p.hold())
@@ -276,7 +276,7 @@ async def test_unknown_peer_is_waited_for(new_pair):
     await pair.quiescent()
 
 
-async def test_peer_that_is_never_reported(new_pair):
+async def test_peer_that_is_never_reported(autojump_clock, new_pair):
     pair = await new_pair().start()
     pull = pair.d.pull(pair.p.hold(timeout=30))
     assert await fails(pull, TransferError, "was not admitted within 5 s") is False
@@ -290,7 +290,7 @@ async def test_peer_that_is_never_reported(new_pair):
     await pair.quiescent()
 
 
-async def test_refused_peer_fails_its_pulls_at_once(new_pair):
+async def test_refused_peer_fails_its_pulls_at_once(autojump_clock, new_pair):
     pair = await new_pair().start()
     pull = pair.d.pull(pair.p.hold(timeout=1))
     pair.d.owner.peer_up("link", "p", sign("p-life1", b"garbage", "secret"))
@@ -300,7 +300,7 @@ async def test_refused_peer_fails_its_pulls_at_once(new_pair):
     await pair.quiescent()
 
 
-async def test_forged_metadata_is_a_protocol_error(pair):
+async def test_forged_metadata_is_a_protocol_error(autojump_clock, pair):
     good = pair.p.owner.metadata
     for bad in (
         sign(good.agent, good.blob, "another token"),
@@ -315,7 +315,7 @@ async def test_forged_metadata_is_a_protocol_error(pair):
     assert pair.d.owner.stats().peers == 1
 
 
-async def test_peers_go_with_the_last_link_that_reports_them(pair):
+async def test_peers_go_with_the_last_link_that_reports_them(autojump_clock, pair):
     await trio.sleep(0.2)
     owner = pair.d.owner
     owner.peer_up("other", "p", pair.p.owner.metadata)
@@ -352,21 +352,21 @@ async def test_peers_go_with_the_last_link_that_reports_them(pair):
         ({}, 0, [0, 1, PAGES], "outside of the pool"),
     ],
 )
-async def test_handles_that_do_not_fit_are_refused(pair, changes, skip, local, match):
+async def test_handles_that_do_not_fit_are_refused(autojump_clock, pair, changes, skip, local, match):
     handle = msgspec.msgpack.decode(pair.p.hold().handle, type=KvHandle)
     with pytest.raises(TransferError, match=match):
         pair.d.owner.start_pull(msgspec.structs.replace(handle, **changes), skip, local)
     assert pair.d.owner.stats().running == 0
 
 
-async def test_pages_that_the_peer_has_not_registered(pair):
+async def test_pages_that_the_peer_has_not_registered(autojump_clock, pair):
     handle = msgspec.msgpack.decode(pair.p.hold().handle, type=KvHandle)
     local = pair.d.cache.allocate(3)
     pull = pair.d.owner.start_pull(msgspec.structs.replace(handle, pages=(0, 1, PAGES)), 0, local)
     assert await fails(pull, TransferError, "not registered") is False
 
 
-async def test_garbage_and_forged_notes_are_ignored(pair, new_node, nursery):
+async def test_garbage_and_forged_notes_are_ignored(autojump_clock, pair, new_node, nursery):
     third = new_node("x", pair.network)
     await nursery.start(third.owner.run)
     third.agent.add_peer(pair.p.owner.metadata.blob)
@@ -385,7 +385,7 @@ async def test_garbage_and_forged_notes_are_ignored(pair, new_node, nursery):
     hold.end("released")
 
 
-async def test_quarantine_over_its_limit_ends_the_process(new_pair, nursery):
+async def test_quarantine_over_its_limit_ends_the_process(autojump_clock, new_pair, nursery):
     pair = new_pair()
     await nursery.start(pair.p.owner.run)
     pair.network.delay = 10_000
@@ -401,7 +401,7 @@ async def test_quarantine_over_its_limit_ends_the_process(new_pair, nursery):
             await trio.sleep(2)
 
 
-async def test_end_of_the_owner_settles_everything(new_pair, nursery):
+async def test_end_of_the_owner_settles_everything(autojump_clock, new_pair, nursery):
     pair = new_pair()
     await nursery.start(pair.p.owner.run)
     async with trio.open_nursery() as inner:

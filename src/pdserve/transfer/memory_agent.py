@@ -68,6 +68,8 @@ class MemoryNetwork:
         agent = self.reach(receiver)
         if self.drop is None or not self.drop(sender, receiver, note):
             agent.inbox.append((sender, note))
+            if agent.on_note is not None:
+                agent.on_note()
 
 
 @attrs.define
@@ -99,6 +101,8 @@ class MemoryAgent:
     ) -> None:
         """`delay`: seconds that the next read takes; by default the network's."""
         self.inbox: list[tuple[str, bytes]] = []
+        self.on_note: Callable[[], None] | None = None
+        """Called when a notification has arrived in `inbox`."""
         self._name = name
         self._network = network
         self._delay = delay
