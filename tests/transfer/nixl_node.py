@@ -49,7 +49,7 @@ class Node:
     async def do_link_lost(self):
         self.owner.link_lost("link")
         with trio.fail_after(5):
-            while self.owner.stats().peers:
+            while self.owner.stats().peers:  # noqa: ASYNC110
                 await trio.sleep(0.01)
         return {}
 

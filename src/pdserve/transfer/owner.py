@@ -111,8 +111,7 @@ class TransferOwner:
         self._calls: InlineCalls | ThreadCalls = ThreadCalls(call_timeout) if threaded else InlineCalls()
         # Idle rounds are rare: whatever there is to do kicks the poller, a hold or a pull keeps it fast. An agent that
         # tells when a note arrives (in virtual time, where each round is as dear as a second) needs it for reads only.
-        waking = isinstance(agent, WakingAgent)
-        self._poller = Poller(poll=self._round, busy=self._busy, slow=0.2, fast_cap=0.02 if waking else 0.002)
+        self._poller = Poller(poll=self._round, busy=self._busy, slow=0.2, fast_cap=0.002)
         if isinstance(agent, WakingAgent):
             agent.on_note = self._poller.kick
         self._peers = PeerTable()
