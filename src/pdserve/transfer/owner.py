@@ -109,9 +109,10 @@ class TransferOwner:
             Stage.CONFIRMING: confirm_timeout,
         }
         self._calls: InlineCalls | ThreadCalls = ThreadCalls(call_timeout) if threaded else InlineCalls()
-        # Idle rounds are rare: whatever there is to do kicks the poller, a hold or a pull keeps it fast. An agent that
-        # tells when a note arrives (in virtual time, where each round is as dear as a second) needs it for reads only.
-        self._poller = Poller(poll=self._round, busy=self._busy, slow=0.2, fast_cap=0.002)
+        # Idle rounds are rare: whatever there is to do kicks the poller. An agent that tells when a note arrives (in
+        # virtual time, where each round costs real time) is polled fast for its reads only.
+        self._wakes = isinstance(agent, WakingAgent)
+        self._poller = Poller(poll=self._round, busy=self._busy, slow=0.2)
         if isinstance(agent, WakingAgent):
             agent.on_note = self._poller.kick
         self._peers = PeerTable()
@@ -266,7 +267,8 @@ class TransferOwner:
     # --- rounds
 
     def _busy(self) -> bool:
-        return bool(self._reads or self._queued or self._confirmations or len(self._holds))
+        reading = bool(self._reads or self._queued)
+        return reading or (not self._wakes and bool(self._confirmations or len(self._holds)))
 
     async def _round(self) -> bool:
         self._progress = False
