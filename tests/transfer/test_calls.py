@@ -96,3 +96,35 @@ async def test_close_is_bounded_and_survives_a_failure():
     with trio.fail_after(2):
         assert await ThreadCalls(timeout=5).close(fail) is True
         assert await ThreadCalls(timeout=5).close(lambda: [][1]) is False
+
+
+async def test_patient_batch_is_repeated_until_there_is_news():
+    calls = ThreadCalls(timeout=5)
+    answers = iter([False, [], None, [1]])
+    with trio.fail_after(5):
+        assert await calls.run([call(int), Call("poll", answers.__next__, (), print)], patience=5) == [0, [1]]
+        assert next(answers, None) is None
+        assert await calls.run([call(int)], patience=0.02) == [0]
+        assert await calls.close(lambda: None) is True
+
+
+async def test_nudge_ends_the_patience():
+    calls = ThreadCalls(timeout=5)
+    calls.nudge()  # nothing to end
+    with trio.fail_after(3):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(calls.run, [call(int)], 60)
+            await trio.sleep(0.05)
+            calls.nudge()
+            calls.nudge()
+        assert await calls.run([call(int)]) == [0]
+        calls.nudge()
+        assert await calls.run([call(list)]) == [[]]
+
+
+async def test_close_does_not_wait_for_patience():
+    calls = ThreadCalls(timeout=5)
+    with trio.move_on_after(0.05):
+        await calls.run([call(int)], patience=60)
+    with trio.fail_after(1):
+        assert await calls.close(lambda: None) is True

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE = 0.05
+"""Seconds. Bounds how late a round is for what only time makes due (probes, letters, limits)."""
 _MAX_PAGE = 1 << 40
 _MAX_ADDRESS = 1 << 62
 
@@ -114,7 +116,7 @@ class TransferOwner:
         self._wakes = isinstance(agent, WakingAgent)
         self._poller = Poller(poll=self._round, busy=self._busy, slow=0.2)
         if isinstance(agent, WakingAgent):
-            agent.on_note = self._poller.kick
+            agent.on_note = self._kick
         self._peers = PeerTable()
         self._holds = HoldTable(trio.current_time)
         self._new_hold = trio.Event()
@@ -184,17 +186,17 @@ class TransferOwner:
         authenticate(metadata, self._token)
         if metadata.agent != self._agent.name:
             self._peers.seen(metadata.agent, link, node_id=node_id, blob=metadata.blob)
-            self._poller.kick()
+            self._kick()
 
     def peer_down(self, link: object, node_id: str, incarnation: str) -> None:
         """A hint: `link` no longer sees that life of the peer. Removed when no other does and nothing is in flight."""
         self._peers.node_gone(node_id, incarnation, link)
-        self._poller.kick()
+        self._kick()
 
     def link_lost(self, link: object) -> None:
         """All that `link` has reported counts as gone."""
         self._peers.link_lost(link)
-        self._poller.kick()
+        self._kick()
 
     # --- the Prefill side
 
@@ -212,7 +214,7 @@ class TransferOwner:
 
         hold = self._holds.add(encode, timeout, on_end)
         self._new_hold.set()
-        self._poller.kick()
+        self._kick()
         return hold
 
     async def _expire_holds(self) -> NoReturn:
@@ -245,7 +247,7 @@ class TransferOwner:
         if local:
             self._queued.append(pull)
             self._peers.want(handle.agent)
-            self._poller.kick()
+            self._kick()
         else:
             pull.enter(Stage.ENDED)
         return pull
@@ -273,12 +275,20 @@ class TransferOwner:
     async def _round(self) -> bool:
         self._progress = False
         calls = self._collect()
-        for call, result in zip(calls, await self._calls.run(calls), strict=True):
+        patience = self._patience(calls)
+        for call, result in zip(calls, await self._calls.run(calls, patience), strict=True):
             call.then(result)
         now = trio.current_time()
         if (reason := self._quarantine.over_limit(self._total_pages, now)) is not None:
             raise FatalError(reason)
         return self._progress
+
+    def _patience(self, calls: Sequence[Call]) -> float:
+        """Seconds that a round which only asks for news may wait for it, within the agent's thread."""
+        if not self._busy() or any(call.name not in ("poll", "notifications") for call in calls):
+            return 0.0
+        now = trio.current_time()
+        return min([_PATIENCE, *(at - now for at, _ in self._due)])
 
     def _collect(self) -> list[Call]:
         agent, now = self._agent, trio.current_time()
@@ -412,7 +422,11 @@ class TransferOwner:
     def _moved(self) -> None:
         """Something has happened: another round follows without a pause, for what it may have made possible."""
         self._progress = True
+        self._kick()
+
+    def _kick(self) -> None:
         self._poller.kick()
+        self._calls.nudge()
 
     def _check_open(self) -> None:
         if self._closed:
