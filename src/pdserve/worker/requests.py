@@ -100,15 +100,19 @@ class LinkRequests:
         except FatalError:
             raise
         except RequestError as error:
-            self.send(Failed(id_, epoch, error.code, error.message, error.param, choice))
+            self._end(Failed(id_, epoch, error.code, error.message, error.param, choice))
         except TransferError as error:
-            self.send(Failed(id_, epoch, "transfer_failed", f"the KV transfer failed: {error}", None, choice))
+            self._end(Failed(id_, epoch, "transfer_failed", f"the KV transfer failed: {error}", None, choice))
         except Exception:
             log.exception("request %s/%d failed", id_, epoch)
-            self.send(Failed(id_, epoch, "worker_failed", "the worker failed while serving this request", None, choice))
+            self._end(Failed(id_, epoch, "worker_failed", "the worker failed while serving this request", None, choice))
         finally:
             if self._requests.get(request.key) is request:  # a repeated frame may have taken its place
                 del self._requests[request.key]
+
+    def _end(self, frame: Failed) -> None:
+        """Queue a failure behind the output that still waits; as a control frame it would overtake it and lose it."""
+        self._outbox.data((frame.id, frame.epoch, frame.choice, "failed"), frame, lambda old, new: new)
 
 
 def merge_deltas(old: Delta, new: Delta) -> Delta:
