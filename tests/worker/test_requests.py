@@ -139,3 +139,19 @@ async def test_the_snapshot_says_the_phase_and_for_how_long(autojump_clock):
 async def test_a_gap_between_deltas_is_a_bug():
     with pytest.raises(ValueError, match="jumps from 1 to 2"):
         merge_deltas(Delta("r", 1, 0, (1,)), Delta("r", 1, 2, (2,)))
+
+
+async def test_a_failure_does_not_overtake_the_output_before_it(autojump_clock):
+    delta = Delta("r", 1, 0, (7,), "x")
+
+    async with link() as (requests, outbox):
+
+        async def run(request):
+            requests.emit(delta)
+            raise TransferError("gone")
+
+        requests.start(KEY, run)
+        await trio.testing.wait_all_tasks_blocked()
+        first, second = sent(outbox)
+        assert first == delta
+        assert isinstance(second, Failed)
