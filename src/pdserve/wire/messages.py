@@ -11,6 +11,7 @@ import msgspec
 
 Role = Literal["prefill", "decode"]
 FinishReason = Literal["stop", "length"]
+BusyReason = Literal["queue_full", "timeout", "draining", "prefill_queue_full", "expired"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -230,7 +231,7 @@ class Busy(msgspec.Struct, tag="busy", frozen=True, omit_defaults=True):
 
     id: str
     epoch: int
-    reason: Literal["queue_full", "timeout", "draining", "prefill_queue_full", "expired"]
+    reason: BusyReason
     retry_after: float = 1.0
     choice: int = 0
 

@@ -11,6 +11,7 @@ import trio
 
 from pdserve.admission.lease import Lease
 from pdserve.admission.pool import QueueFullError, SlotAdmission
+from pdserve.admission.waits import MeasuredWaits
 from pdserve.engine.scheduler import Sequence
 from pdserve.errors import InvalidRequestError, TransferError, WorkerFailedError
 from pdserve.transfer.agent import KvHandle
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from pdserve.telemetry.metrics import WorkerMetrics
     from pdserve.text.tokenizer import Tokenizer
     from pdserve.transfer.owner import TransferOwner
-    from pdserve.wire.messages import Decode, Prefill
+    from pdserve.wire.messages import BusyReason, Decode, Prefill
     from pdserve.worker.engine_loop import EngineLoop
     from pdserve.worker.page_queue import PagePlace
     from pdserve.worker.requests import LinkRequests, Request
@@ -63,6 +64,7 @@ class DecodeNode:
         self._metrics = metrics
         self.pool = SlotAdmission(config.max_running_requests, None if config.disable_admission else config.queue_size)
         self._pages = PageQueue(cache)
+        self._waits = MeasuredWaits()
         self._active = 0
         self.draining = False
         self.on_change: Callable[[], None] = lambda: None
@@ -129,13 +131,9 @@ class DecodeNode:
         # The KV of the last token of an output is never computed.
         return -(-(len(frame.token_ids) + frame.params.max_tokens - 1) // self._cache.page_size)
 
-    def _busy(self, frame: Decode, link: LinkRequests, reason: str) -> None:
+    def _busy(self, frame: Decode, link: LinkRequests, reason: BusyReason) -> None:
         self._metrics.refused(reason)
-        link.send(
-            msgspec.convert(
-                {"type": "busy", "id": frame.id, "epoch": frame.epoch, "reason": reason, "choice": frame.choice}, Busy
-            )
-        )
+        link.send(Busy(frame.id, frame.epoch, reason, self._waits.retry_after, frame.choice))
 
     async def _run(self, request: Request, frame: Decode, lease: Lease, place: PagePlace, link: LinkRequests) -> None:
         try:
@@ -167,11 +165,13 @@ class DecodeNode:
             request.enter("pages")
             pages, cached = await place.claim(frame.token_ids, reusable, self._total_pages(frame))
         if deadline.cancelled_caught:
+            self._waits.add(trio.current_time() - started)
             self._busy(frame, link, "timeout")
             return None
         slots = self._slots.allocate()
         assert slots is not None, "a lease was granted without a free slot"
         waited = trio.current_time() - started
+        self._waits.add(waited)
         self._metrics.admitted(waited)
         link.send(Admitted(frame.id, frame.epoch, frame.choice, waited))
         return Sequence(
