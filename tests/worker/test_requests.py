@@ -11,8 +11,9 @@ import trio.testing
 from pdserve.errors import FatalError, InvalidRequestError, TransferError, WorkerFailedError
 from pdserve.nurseries.forwarder import Outbox
 from pdserve.wire.codec import decode_from_node, encode
+from pdserve.wire.deltas import merge_deltas
 from pdserve.wire.messages import Delta, Failed, NodeStats
-from pdserve.worker.requests import LinkRequests, merge_deltas
+from pdserve.worker.requests import LinkRequests
 
 pytestmark = pytest.mark.trio
 

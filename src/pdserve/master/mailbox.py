@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
+from pdserve.wire.deltas import merge_deltas
 from pdserve.wire.messages import Delta
 
 if TYPE_CHECKING:
@@ -44,17 +45,7 @@ class AttemptMailbox:
             and last.finish is None
             and frame.choice == last.choice
         ):
-            self._frames[-1] = Delta(
-                frame.id,
-                frame.epoch,
-                last.start_index,
-                last.token_ids + frame.token_ids,
-                last.text + frame.text,
-                last.logprobs + frame.logprobs,
-                frame.finish,
-                frame.stop_reason,
-                frame.choice,
-            )
+            self._frames[-1] = merge_deltas(last, frame)
         else:
             self._frames.append(frame)
         self._arrived.set()

@@ -9,7 +9,8 @@ import attrs
 import trio
 
 from pdserve.errors import FatalError, RequestError, TransferError
-from pdserve.wire.messages import Delta, Failed
+from pdserve.wire.deltas import merge_deltas
+from pdserve.wire.messages import Failed
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from pdserve.nurseries.connection import Connection
     from pdserve.nurseries.forwarder import Outbox
-    from pdserve.wire.messages import NodeStats
+    from pdserve.wire.messages import Delta, NodeStats
 
 log = logging.getLogger("pdserve.worker")
 
@@ -113,20 +114,3 @@ class LinkRequests:
     def _end(self, frame: Failed) -> None:
         """Queue a failure behind the output that still waits; as a control frame it would overtake it and lose it."""
         self._outbox.data((frame.id, frame.epoch, frame.choice, "failed"), frame, lambda old, new: new)
-
-
-def merge_deltas(old: Delta, new: Delta) -> Delta:
-    """Two contiguous deltas as one. Raises ValueError on a gap, which is a bug of the emitter."""
-    if new.start_index != old.start_index + len(old.token_ids):
-        raise ValueError(f"output of {new.id} jumps from {old.start_index + len(old.token_ids)} to {new.start_index}")
-    return Delta(
-        old.id,
-        old.epoch,
-        old.start_index,
-        old.token_ids + new.token_ids,
-        old.text + new.text,
-        old.logprobs + new.logprobs,
-        new.finish,
-        new.stop_reason,
-        old.choice,
-    )
