@@ -213,9 +213,9 @@ class MasterConfig(AdmissionConfig):
             negative=(),
         ),
     ] = field(default=(), converter=_split_keys, repr=False)
-    reservation_ttl: Annotated[float, Parameter(help="Seconds a reservation for n > 1 stays unclaimed.")] = field(
-        default=5.0, validator=_more_than(0)
-    )
+    reservation_ttl: Annotated[
+        float, Parameter(help="Seconds a reservation for n > 1 stays unclaimed; no effect while n > 1 is refused.")
+    ] = field(default=5.0, validator=_more_than(0))
     request_timeout: Annotated[
         float,
         Parameter(

@@ -56,7 +56,7 @@ FROM_MASTER = [
     PeerUp("p0", "inc", TRANSFER),
     PeerDown("p0", "inc"),
     Prefill("r", 1, (1, 2, 3), PARAMS, 2),
-    Decode("r", 2, (1, 2, 3), PARAMS, b"\x00handle", FIRST, 1, 2.5, 0.5),
+    Decode("r", 2, (1, 2, 3), PARAMS, b"\x00handle", FIRST, 1, 2.5),
     Decode("r", 2, (1,), SamplingParams(), b""),
     Cancel("r", 1),
     Release("r", 1),

@@ -166,7 +166,6 @@ class _Attempt:
     def __init__(self, owner: Coordinator, request: _Request, epoch: int, avoid: frozenset[str]) -> None:
         self._owner = owner
         self._request = request
-        self._epoch = epoch
         self._avoid = avoid
         self._mailbox = AttemptMailbox()
         self._key = (request.id, epoch)

@@ -208,9 +208,8 @@ async def connection_scope(
                     connection.start_soon(read, name=f"{name}.reader")
                     connection.start_soon(heartbeat.run, send_ping, name=f"{name}.heartbeat")
                     yield connection
-                    await (
-                        trio.lowlevel.checkpoint_if_cancelled()
-                    )  # a body that ends because of a cancel need not say so
+                    # A body that ends because of a cancel need not say so.
+                    await trio.lowlevel.checkpoint_if_cancelled()
                     connection.close(NORMAL, "")
             except BaseException as exc:
                 _sort(exc, connection, others)

@@ -165,7 +165,6 @@ class Decode(msgspec.Struct, tag="decode", frozen=True, omit_defaults=True):
     choice: int = 0
     admission_timeout: float | None = None
     """Seconds left of the request's admission deadline; None: the node's own setting."""
-    accepted_ago: float = 0.0
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):

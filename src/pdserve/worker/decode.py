@@ -76,7 +76,7 @@ class DecodeNode:
         return self._active == 0
 
     def accept_prefill(self, frame: Prefill, link: LinkRequests) -> None:
-        link.start((frame.id, frame.epoch, 0), partial(_refuse, InvalidRequestError("this node does not prefill")))
+        link.refuse((frame.id, frame.epoch, 0), InvalidRequestError("this node does not prefill"))
 
     def accept_decode(self, frame: Decode, link: LinkRequests) -> None:
         """Validate and draw the ticket of the admission queue, synchronously; then a task does the rest."""
@@ -90,7 +90,7 @@ class DecodeNode:
                 return
             lease = Lease(self.pool)
         except InvalidRequestError as error:
-            link.start(key, partial(_refuse, error))
+            link.refuse(key, error)
             return
         except QueueFullError:
             self._busy(frame, link, "queue_full")
@@ -241,7 +241,3 @@ class DecodeNode:
         seq.computed = seq.prompt_len if frame.first is not None else seq.prompt_len - 1
         self._cache.insert(seq.tokens[: seq.computed], seq.pages)
         return max(0, need - have)
-
-
-async def _refuse(error: InvalidRequestError, request: Request) -> None:
-    raise error

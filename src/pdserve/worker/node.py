@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import trio
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from pdserve.wire.messages import Role
     from pdserve.worker.link import Dial
     from pdserve.worker.thread import OwnerThread
-
-_DRAIN_INTERVAL = 0.02
 
 
 class WorkerNode:
@@ -95,6 +92,8 @@ class WorkerNode:
         self.role.on_change = self._report
         self.links: list[MasterLink] = []
         self._newer_protocol = faults.protocol_bump
+        self._changed = trio.Event()
+        """The load has changed; for `drain`, which waits for the last request."""
         self._leave = trio.Event()
 
     async def run(
@@ -136,11 +135,10 @@ class WorkerNode:
         self.role.draining = True
         for link in self.links:
             link.announce_drain()
-        rounds = math.ceil(self.config.drain_timeout / _DRAIN_INTERVAL)
-        for _ in range(rounds):
-            if self.role.idle:
-                break
-            await trio.sleep(_DRAIN_INTERVAL)
+        with trio.move_on_after(self.config.drain_timeout):
+            while not self.role.idle:
+                self._changed = trio.Event()
+                await self._changed.wait()
         self._leave.set()
 
     def check_integrity(self, *, quiet: bool = False) -> None:
@@ -155,7 +153,8 @@ class WorkerNode:
             assert (transfers.running, transfers.holds) == (0, 0), f"{self.node_id}: {transfers}"
 
     def _hello(self, status_url: str) -> Hello:
-        engine, admits = self.loop.engine, not getattr(self.config, "disable_admission", False)
+        engine = self.loop.engine
+        admits = isinstance(self.config, DecodeConfig) and not self.config.disable_admission
         return Hello(
             protocol_min=PROTOCOL_MIN,
             protocol_max=PROTOCOL_MAX + self._newer_protocol,
@@ -166,11 +165,12 @@ class WorkerNode:
             layout=engine.layout,
             transfer=self.owner.metadata,
             capacity=self.config.max_running_requests,
-            capabilities=(DECODE_ADMISSION,) if self.role_name == "decode" and admits else (),
+            capabilities=(DECODE_ADMISSION,) if admits else (),
             status_url=status_url,
         )
 
     def _report(self) -> None:
+        self._changed.set()
         for link in self.links:
             link.report()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
+from pdserve.admission.waits import MeasuredWaits
 from pdserve.engine.scheduler import Sequence
 from pdserve.errors import InvalidRequestError
 from pdserve.wire.messages import Busy, FirstToken, NodeStats, Prefilled
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdserve.engine.scheduler import SequenceOutput
     from pdserve.telemetry.metrics import WorkerMetrics
     from pdserve.transfer.owner import TransferOwner
-    from pdserve.wire.messages import Decode, Prefill
+    from pdserve.wire.messages import BusyReason, Decode, Prefill
     from pdserve.worker.engine_loop import EngineLoop
     from pdserve.worker.requests import LinkRequests, Request
 
@@ -47,6 +47,7 @@ class PrefillNode:
         self._owner = owner
         self._metrics = metrics
         self._omit_first_token = omit_first_token
+        self._waits = MeasuredWaits()
         self._active = 0
         self.draining = False
         self.on_change: Callable[[], None] = lambda: None
@@ -65,9 +66,9 @@ class PrefillNode:
         scheduler = self._loop.scheduler
         queued, limit = scheduler.queued_tokens, self._config.prefill_queue_tokens
         if self.draining or (queued and queued + len(frame.token_ids) > limit):
-            reason = "draining" if self.draining else "prefill_queue_full"
+            reason: BusyReason = "draining" if self.draining else "prefill_queue_full"
             self._metrics.refused(reason)
-            link.send(Busy(frame.id, frame.epoch, "draining" if self.draining else "prefill_queue_full"))
+            link.send(Busy(frame.id, frame.epoch, reason, self._waits.retry_after))
             return
         seq = Sequence(
             frame.id,
@@ -80,17 +81,14 @@ class PrefillNode:
         try:
             outputs = self._loop.submit(seq)
         except ValueError as error:
-            problem = InvalidRequestError(f"the prompt cannot be served here: {error}", param="prompt")
-            link.start(key, partial(_refuse, problem))
+            link.refuse(key, InvalidRequestError(f"the prompt cannot be served here: {error}", param="prompt"))
             return
         self._active += 1
         link.start(key, self._run, frame, seq, outputs, link)
         self.on_change()
 
     def accept_decode(self, frame: Decode, link: LinkRequests) -> None:
-        link.start(
-            (frame.id, frame.epoch, frame.choice), partial(_refuse, InvalidRequestError("this node does not decode"))
-        )
+        link.refuse((frame.id, frame.epoch, frame.choice), InvalidRequestError("this node does not decode"))
 
     def stats(self) -> NodeStats:
         counts, transfers = self._cache.counts(), self._owner.stats()
@@ -117,6 +115,7 @@ class PrefillNode:
         try:
             request.enter("prefill")
             drawn = [await outputs.receive() for _ in seq.choices]
+            self._waits.add(trio.current_time() - request.since)
             # The sequence is over and in no step: its pages become ours at once, the slot goes to the next prompt.
             self._loop.scheduler.retire(seq, keep_pages=True)
             self._loop.kick()
@@ -152,7 +151,3 @@ class PrefillNode:
 
 def _first_token(output: SequenceOutput) -> FirstToken:
     return FirstToken(output.token.token_id, output.token.logprob, output.choice)
-
-
-async def _refuse(error: InvalidRequestError, request: Request) -> None:
-    raise error

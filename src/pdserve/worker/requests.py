@@ -68,6 +68,11 @@ class LinkRequests:
         self._requests[key] = request
         self._connection.start_soon(self._run, request, run, *args, name=f"request {key[0]}/{key[1]}/{key[2]}")
 
+    def refuse(self, key: Key, error: RequestError) -> None:
+        """Tell the Master that this request ends here with `error`."""
+        id_, epoch, choice = key
+        self._end(Failed(id_, epoch, error.code, error.message, error.param, choice))
+
     def __contains__(self, key: Key) -> bool:
         return key in self._requests
 
@@ -101,7 +106,7 @@ class LinkRequests:
         except FatalError:
             raise
         except RequestError as error:
-            self._end(Failed(id_, epoch, error.code, error.message, error.param, choice))
+            self.refuse(request.key, error)
         except TransferError as error:
             self._end(Failed(id_, epoch, "transfer_failed", f"the KV transfer failed: {error}", None, choice))
         except Exception:
