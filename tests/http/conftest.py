@@ -1,5 +1,6 @@
 """The real app under the real server on loopback; only the Master behind it follows a script."""
 
+import itertools
 from contextlib import asynccontextmanager
 
 import attrs
@@ -16,27 +17,33 @@ from pdserve.text.template import ChatTemplate
 from pdserve.wire.messages import Delta, ModelCard, TokenLogprob
 
 
-def words(*texts, finish="stop", logprobs=False):
-    """A script that says `texts`, one delta each, as a byte model would."""
+def words(*texts, finish="stop", logprobs=False, choice=0, logprob=-0.5):
+    """A script that says `texts`, one delta each, as a byte model would. A text may be bytes of half a character."""
     script = []
     index = 0
     for number, text in enumerate(texts):
-        ids = tuple(text.encode())
+        ids = tuple(text if isinstance(text, bytes) else text.encode())
         script.append(
             Delta(
                 id="r",
                 epoch=0,
                 start_index=index,
                 token_ids=ids,
-                text=text,
+                text="" if isinstance(text, bytes) else text,
                 finish=finish if number == len(texts) - 1 else None,
-                logprobs=tuple(TokenLogprob(i, -0.5, ((i, -0.5), (98, float("-inf")))) for i in ids)
+                logprobs=tuple(TokenLogprob(i, logprob, ((i, logprob), (98, float("-inf")))) for i in ids)
                 if logprobs
                 else (),
+                choice=choice,
             )
         )
         index += len(ids)
     return script
+
+
+def interleaved(*scripts):
+    """The steps of several scripts in turn, until each is at its end."""
+    return [step for turn in itertools.zip_longest(*scripts) for step in turn if step is not None]
 
 
 class ScriptedGeneration:
@@ -63,7 +70,7 @@ class ScriptedGeneration:
 
 @attrs.define
 class ScriptedMaster:
-    """A Master's stand-in: deltas to yield, errors to raise, events to wait for."""
+    """A Master's stand-in: deltas and failed choices to yield, errors to raise, events to wait for."""
 
     script: object = attrs.field(factory=lambda: words("hel", "lo"))
     card: ModelCard = attrs.field(factory=lambda: ModelCard("sim-bytes", "w", "v", 1000))
@@ -167,6 +174,11 @@ async def running(*, graceful=1.0, user_timeout=30.0, template=True, **options):
 @pytest.fixture(name="words")
 def words_fixture():
     return words
+
+
+@pytest.fixture(name="interleaved")
+def interleaved_fixture():
+    return interleaved
 
 
 @pytest.fixture(name="running")

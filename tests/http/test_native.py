@@ -72,6 +72,49 @@ async def test_a_finish_without_a_token_is_an_event_without_id(server, words):
     assert (last["token"]["id"], last["token"]["count_output_tokens"], last["finish_reason"]) == (None, 2, "length")
 
 
+async def test_a_document_of_several_choices_has_lists(server, words, interleaved):
+    server.master.script = interleaved(words("a", "b", "c", choice=1, finish="length"), words("hi", choice=0))
+    body = {"inputs": "abc", "parameters": {"n": 2, "return_details": True}}
+    document = (await server.client.post("/generate", json=body)).json()
+    tokens = document.pop("tokens")
+    assert document == {
+        "generated_text": ["hi", "abc"],
+        "count_output_tokens": [2, 3],
+        "finish_reason": ["stop", "length"],
+        "prompt_tokens": 11,
+    }
+    assert [[(token["id"], token["index"]) for token in choice] for choice in tokens] == [
+        [(104, 0), (105, 1)],
+        [(97, 0), (98, 1), (99, 2)],
+    ]
+
+
+async def test_the_best_one_choice_looks_like_the_only_one(server, words, interleaved):
+    server.master.script = interleaved(
+        words("bad", choice=0, logprobs=True, logprob=-2.0), words("hi", choice=1, logprobs=True, logprob=-0.1)
+    )
+    body = {"inputs": "abc", "parameters": {"best_of": 2, "return_details": True}}
+    document = (await server.client.post("/generate", json=body)).json()
+    assert (document["generated_text"], document["count_output_tokens"], document["finish_reason"]) == (
+        ["hi"],
+        2,
+        "stop",
+    )
+    assert [token["logprob"] for token in document["tokens"]] == [-0.1, -0.1]
+    assert server.master.requests[0].n == 2
+
+
+async def test_events_of_several_choices_name_theirs(server, words, interleaved):
+    server.master.script = interleaved(words("a", "b", choice=1), words("c", choice=0, finish="length"))
+    reply = await server.client.post("/generate_stream", json={"inputs": "abc", "parameters": {"n": 2}})
+    events = [json.loads(event.removeprefix("data:")) for event in reply.text.split("\n\n")[:-1]]
+    told = [
+        (event["choice"], event["token"]["index"], event["token"]["text"], event["finish_reason"]) for event in events
+    ]
+    assert told == [(1, 0, "a", None), (0, 0, "c", "length"), (1, 1, "b", "stop")]
+    assert [event["token"]["count_output_tokens"] for event in events] == [1, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("param", "body"),
     [
@@ -80,7 +123,7 @@ async def test_a_finish_without_a_token_is_an_event_without_id(server, words):
         ("parameters", {"inputs": "a", "parameters": [1]}),
         ("parameters.max_new_tokens", {"inputs": "a", "parameters": {"max_new_tokens": 0}}),
         ("parameters.max_new_tokens", {"inputs": "a", "parameters": {"max_new_tokens": 1000}}),
-        ("parameters.best_of", {"inputs": "a", "parameters": {"best_of": 2}}),
+        ("parameters.best_of", {"inputs": "a", "parameters": {"best_of": 5}}),
         ("parameters.stop_sequences", {"inputs": "a", "parameters": {"stop_sequences": 5}}),
         ("parameters.do_sample", {"inputs": "a", "parameters": {"do_sample": "no"}}),
     ],

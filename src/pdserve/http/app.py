@@ -129,8 +129,9 @@ class _GenerateEndpoint:
         if self._is_draining():
             raise NoWorkersError("this server is draining and takes no new requests")
         job = await self._parse(fields)
-        request = GenerationRequest(job.prompt_ids, job.params, exchange.label, exchange.accepted_at)
-        meter = Meter(self._metrics, self._path, exchange.accepted_at)
+        generated = job.choices.best_of
+        request = GenerationRequest(job.prompt_ids, job.params, exchange.label, exchange.accepted_at, n=generated)
+        meter = Meter(self._metrics, self._path, exchange.accepted_at, choices=generated)
         if job.stream:
             timeout = self._limits.write_timeout
             await respond_stream(self._service, request, job.reply, exchange, meter, write_timeout=timeout)

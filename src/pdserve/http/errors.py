@@ -98,6 +98,18 @@ def error_reply(error: Exception) -> ErrorReply:
     return ErrorReply(kind.status, _body(error.message, kind.type, error.param, error.code), kind.outcome, headers)
 
 
+def choice_error_reply(error: Exception, choice: int) -> ErrorReply:
+    """The reply to the failure of one of several choices, named `choices[i]`.
+
+    Whatever the error, the request counts as failed: its client gets some of the choices only.
+    """
+    reply = error_reply(error)
+    where = f"choices[{choice}]"
+    told = reply.body["error"]
+    body = {"error": {**told, "message": f"{where}: {told['message']}", "param": where}}
+    return attrs.evolve(reply, body=body, outcome="failed")
+
+
 def _routing_reply(error: HTTPException) -> ErrorReply:
     codes = {404: "not_found", 405: "method_not_allowed"}
     body = _body(error.detail, _INVALID, None, codes.get(error.status_code, "http_error"))

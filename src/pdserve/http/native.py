@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pdserve.http.choices import Outputs
 from pdserve.http.exchange import to_json
 from pdserve.http.fields import Fields
 from pdserve.http.reply import Job, sse
-from pdserve.http.sampling import one_choice, output_length, sampling_params
+from pdserve.http.sampling import output_length, read_choices, sampling_params
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pdserve.http.choices import Choices, Output
     from pdserve.http.prompt import Prompts
     from pdserve.http.reply import Usage
     from pdserve.master.service import MasterService
@@ -58,7 +60,7 @@ class Native:
 
     async def _parse(self, fields: Fields, *, stream: bool) -> Job:
         parameters = fields.nested("parameters") or Fields({}, "parameters.")
-        one_choice(parameters)
+        choices = read_choices(parameters, stream=stream, capacity=self._service.max_capacity)
         prompt_ids = await self._prompts.read(fields, "inputs")
         max_tokens = output_length(
             parameters,
@@ -72,24 +74,28 @@ class Native:
             parameters,
             max_tokens=max_tokens,
             vocab_size=self._prompts.tokenizer.vocab_size,
-            logprobs=0,  # LightLLM's tokens always carry the chosen one's
+            logprobs=0,  # LightLLM's tokens always carry the chosen one's; it takes no more to rank choices
             stop="stop_sequences",
             min_tokens="min_new_tokens",
             greedy=not parameters.boolean("do_sample"),
         )
-        reply = NativeReply(self._prompts.tokenizer, details=parameters.boolean("return_details"))
-        return Job(prompt_ids, params, stream, reply)
+        reply = NativeReply(self._prompts.tokenizer, choices, details=parameters.boolean("return_details"))
+        return Job(prompt_ids, params, stream, reply, choices)
 
 
 class NativeReply:
-    """LightLLM's shapes, plus the output position `index` of every token. See `Reply`."""
+    """LightLLM's shapes, plus the output position `index` of every token. See `Reply`.
 
-    def __init__(self, tokenizer: Tokenizer, *, details: bool = False) -> None:
+    As with LightLLM, with n > 1 a document's `count_output_tokens`, `finish_reason` and `tokens` are lists like
+    `generated_text`, one item a choice; they are those of the choices shown. A stream's events have `choice` then, the
+    index of theirs, which is no part of LightLLM's shape; `token.index` stays the position within that choice.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, choices: Choices, *, details: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._several = choices.n > 1
         self._details = details
-        self._text: list[str] = []
-        self._tokens: list[dict[str, Any]] = []
-        self._finish: str | None = None
+        self._outputs = Outputs(choices)
 
     def event(self, delta: Delta, usage: Usage) -> bytes:
         """One event a token; the last one of the delta carries its text and finish."""
@@ -97,13 +103,15 @@ class NativeReply:
         events = []
         for token in tokens:
             finish = delta.finish if token is tokens[-1] else None
-            document = {
+            document: dict[str, Any] = {
                 "token": {**token, "prompt_tokens": usage.prompt},
                 "generated_text": None,
                 "finished": finish is not None,
                 "finish_reason": finish,
                 "details": None,
             }
+            if self._several:
+                document["choice"] = delta.choice
             events.append(sse(to_json(document), prefix=b"data:"))
         return b"".join(events)
 
@@ -112,21 +120,25 @@ class NativeReply:
         return b""
 
     def add(self, delta: Delta) -> None:
-        self._text.append(delta.text)
-        if self._details:
-            self._tokens.extend(token for token in self._split(delta) if token["id"] is not None)
-        self._finish = delta.finish or self._finish
+        self._outputs.add(delta)
 
     def document(self, usage: Usage) -> dict[str, Any]:
+        outputs = self._outputs.chosen()
         document: dict[str, Any] = {
-            "generated_text": ["".join(self._text)],
-            "count_output_tokens": usage.completion,
-            "finish_reason": self._finish,
+            "generated_text": [output.text for output in outputs],
+            "count_output_tokens": self._each([len(output.token_ids) for output in outputs]),
+            "finish_reason": self._each([output.deltas[-1].finish for output in outputs]),
             "prompt_tokens": usage.prompt,
         }
         if self._details:
-            document["tokens"] = self._tokens
+            document["tokens"] = self._each([self._tokens(output) for output in outputs])
         return document
+
+    def _each(self, values: list[Any]) -> Any:  # noqa: ANN401 - JSON
+        return values if self._several else values[0]
+
+    def _tokens(self, output: Output) -> list[dict[str, Any]]:
+        return [token for delta in output.deltas for token in self._split(delta) if token["id"] is not None]
 
     def _split(self, delta: Delta) -> Iterator[dict[str, Any]]:
         """A token without id stands for a delta that brings only text or the finish."""

@@ -8,6 +8,7 @@ import attrs
 import trio
 
 if TYPE_CHECKING:
+    from pdserve.http.choices import Choices
     from pdserve.master.service import Generation
     from pdserve.telemetry.metrics import MasterMetrics
     from pdserve.wire.messages import Delta, SamplingParams
@@ -15,7 +16,10 @@ if TYPE_CHECKING:
 
 @attrs.define
 class Usage:
-    """Token counts of one request so far."""
+    """Token counts of one request so far.
+
+    `completion` is over every choice that is generated: with `best_of` over those, too, that the client never sees.
+    """
 
     prompt: int = 0
     cached: int = 0
@@ -23,7 +27,10 @@ class Usage:
 
 
 class Reply(Protocol):
-    """The shape of one response. Either `event`… and `tail`, or `add`… and `document` are used."""
+    """The shape of one response. Either `event`… and `tail`, or `add`… and `document` are used.
+
+    The deltas of several choices come interleaved, each choice's own in order.
+    """
 
     def event(self, delta: Delta, usage: Usage) -> bytes:
         """Server-sent events of one delta; may be empty, as while text is held back."""
@@ -48,24 +55,45 @@ class Job:
     params: SamplingParams
     stream: bool
     reply: Reply
+    choices: Choices
 
 
 class Meter:
-    """Counts one generation as its deltas come."""
+    """Counts one generation of `choices` choices as its deltas come."""
 
-    def __init__(self, metrics: MasterMetrics, endpoint: str, accepted_at: float) -> None:
+    def __init__(self, metrics: MasterMetrics, endpoint: str, accepted_at: float, choices: int = 1) -> None:
         self.usage = Usage()
-        self.finished = False
-        """The terminal delta has come."""
         self._metrics = metrics
         self._endpoint = endpoint
         self._accepted_at = accepted_at
-        self._last: float | None = None
+        self._choices = choices
+        self._finished: set[int] = set()
+        self._failed: set[int] = set()
+        self._last: dict[int, float] = {}
+        """When each choice's latest tokens came."""
+
+    @property
+    def begun(self) -> bool:
+        """The first delta of any choice has come."""
+        return bool(self._last)
+
+    @property
+    def finished(self) -> bool:
+        """The terminal delta of every choice has come."""
+        return len(self._finished) == self._choices
+
+    @property
+    def ended(self) -> bool:
+        """Every choice has finished or failed: nothing is missing without a reason."""
+        return len(self._finished | self._failed) == self._choices
+
+    def choice_failed(self, choice: int) -> None:
+        self._failed.add(choice)
 
     def count(self, generation: Generation, delta: Delta) -> None:
         now = trio.current_time()
         tokens = len(delta.token_ids)
-        if self._last is None:
+        if not self.begun:
             self.usage.prompt = generation.prompt_tokens
             self.usage.cached = generation.cached_tokens
             self._metrics.first_delta(
@@ -74,13 +102,15 @@ class Meter:
                 prompt_tokens=self.usage.prompt,
                 cached_tokens=self.usage.cached,
             )
-            self._last = now
-        elif tokens:
-            self._metrics.inter_token(now - self._last, tokens)
-            self._last = now
+        last = self._last.get(delta.choice)
+        if last is not None and tokens:
+            self._metrics.inter_token(now - last, tokens)
+        if last is None or tokens:
+            self._last[delta.choice] = now
         self._metrics.output_tokens(tokens)
         self.usage.completion += tokens
-        self.finished = self.finished or delta.finish is not None
+        if delta.finish is not None:
+            self._finished.add(delta.choice)
 
 
 def sse(data: bytes, *, prefix: bytes = b"data: ") -> bytes:

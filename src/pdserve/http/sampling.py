@@ -6,6 +6,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from pdserve.errors import InvalidRequestError
+from pdserve.http.choices import Choices
 from pdserve.wire.messages import SamplingParams
 
 if TYPE_CHECKING:
@@ -74,11 +75,17 @@ def sampling_params(
     )
 
 
-def one_choice(fields: Fields) -> None:
-    """`n` and `best_of` as this version serves them."""
+def read_choices(fields: Fields, *, stream: bool, capacity: int) -> Choices:
+    """`n` and `best_of`, which is `n` if absent. `capacity`: the most slots of any Decode node; 0 if none is known.
+
+    Raises InvalidRequestError naming the one that is wrong, or that no node has the slots for. A stream cannot choose
+    the best: it would have to wait for the end.
+    """
     n = fields.integer("n", low=1) or 1
-    if n > 1:
-        raise fields.invalid("n", "this version serves n = 1")
-    best_of = fields.integer("best_of", low=1)
-    if best_of not in (None, n):
-        raise fields.invalid("best_of", "must equal n")
+    best_of = fields.integer("best_of", low=n) or n
+    for name, value in (("n", n), ("best_of", best_of)):
+        if value > capacity > 0:
+            raise fields.invalid(name, f"{value} is too many: one node takes all choices, and at most {capacity}")
+    if stream and best_of > n:
+        raise fields.invalid("best_of", "must equal n in a stream")
+    return Choices(n, best_of)

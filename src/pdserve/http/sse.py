@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 import trio
 
 from pdserve.errors import WorkerFailedError
-from pdserve.http.errors import error_reply
+from pdserve.http.errors import choice_error_reply, error_reply
 from pdserve.http.exchange import ClientGoneError, to_json
 from pdserve.http.reply import sse
+from pdserve.master.service import ChoiceFailed
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from pdserve.http.errors import ErrorReply
     from pdserve.http.exchange import Exchange
     from pdserve.http.reply import Meter, Reply
     from pdserve.master.service import GenerationRequest, MasterService
@@ -34,13 +36,18 @@ _QUEUED_EVENTS = 64
 async def respond_document(
     service: MasterService, request: GenerationRequest, reply: Reply, exchange: Exchange, meter: Meter
 ) -> None:
-    """One JSON response at the end. Raises the generation's error, or ClientGoneError."""
+    """One JSON response at the end. Raises the generation's error, or ClientGoneError.
+
+    A choice that fails is the generation's error at once: the others are given up.
+    """
 
     async def collect() -> None:
         async with service.generate(request) as generation:
-            async for delta in generation:
-                meter.count(generation, delta)
-                reply.add(delta)
+            async for output in generation:
+                if isinstance(output, ChoiceFailed):
+                    raise output.error
+                meter.count(generation, output)
+                reply.add(output)
 
     scope = trio.CancelScope()
     failure = await _while_connected(exchange, scope, collect)
@@ -59,9 +66,12 @@ async def respond_stream(
 ) -> None:
     """Server-sent events. The status line goes out with the first delta; errors before it are raised.
 
-    Later ones become one `data: {"error": …}` event that ends the stream. The generation is left as soon as the client
-    has gone or one write takes longer than `write_timeout`: it never waits for the writer to come back. Raises
-    ClientGoneError then.
+    Later ones become one `data: {"error": …}` event that ends the stream. One of several choices that fails before the
+    first delta is such an error of all of them; later it becomes an event of its own, which names `choices[i]`, and the
+    others go on: their stream ends without the tail of one that has finished properly.
+
+    The generation is left as soon as the client has gone or one write takes longer than `write_timeout`: it never waits
+    for the writer to come back. Raises ClientGoneError then.
     """
     scope = trio.CancelScope()
     events, queue = trio.open_memory_channel[bytes](_QUEUED_EVENTS)
@@ -69,9 +79,15 @@ async def respond_stream(
     async def produce() -> None:
         with events:
             async with service.generate(request) as generation:
-                async for delta in generation:
-                    meter.count(generation, delta)
-                    await events.send(reply.event(delta, meter.usage))
+                async for output in generation:
+                    if isinstance(output, ChoiceFailed):
+                        if not meter.begun:
+                            raise output.error
+                        meter.choice_failed(output.choice)
+                        await events.send(_error_event(exchange, choice_error_reply(output.error, output.choice)))
+                    else:
+                        meter.count(generation, output)
+                        await events.send(reply.event(output, meter.usage))
 
     async def write() -> None:
         with queue:
@@ -90,7 +106,11 @@ async def respond_stream(
     failure = failure or _unfinished(meter)
     if scope.cancel_called or not exchange.started:
         _raise_end(exchange, scope, failure)
-    tail = reply.tail(meter.usage) if failure is None else _error_event(exchange, failure)
+    tail = b""
+    if failure is not None:
+        tail = _failure_event(exchange, failure)
+    elif meter.finished:
+        tail = reply.tail(meter.usage)
     # The watcher has ended by now: hypercorn cancels its own close if a task still waits in receive().
     with trio.move_on_after(write_timeout):
         await exchange.finish(tail)
@@ -143,12 +163,16 @@ def _raise_end(exchange: Exchange, scope: trio.CancelScope, failure: Exception |
 
 def _unfinished(meter: Meter) -> Exception | None:
     """A generation that just stops must not look like one that has finished."""
-    return None if meter.finished else WorkerFailedError("the generation ended before it was finished")
+    return None if meter.ended else WorkerFailedError("the generation ended before it was finished")
 
 
-def _error_event(exchange: Exchange, failure: Exception) -> bytes:
+def _failure_event(exchange: Exchange, failure: Exception) -> bytes:
     reply = error_reply(failure)
-    exchange.outcome = reply.outcome
     if not reply.expected:
         log.error("request %s failed in its stream", exchange.label, exc_info=failure)
+    return _error_event(exchange, reply)
+
+
+def _error_event(exchange: Exchange, reply: ErrorReply) -> bytes:
+    exchange.outcome = reply.outcome
     return sse(to_json(reply.body))
