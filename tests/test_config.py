@@ -59,6 +59,7 @@ def test_defaults_are_usable_and_frozen(kind: Any) -> None:
         (DecodeConfig, "masters", "ws://a"),
         (DecodeConfig, "masters", "ws://a:port"),
         (DecodeConfig, "masters", "ws://a:1,b:2"),
+        (DecodeConfig, "resolve_interval", 0),
         (DecodeConfig, "faults", "explode"),
         (PrefillConfig, "hold_share", 0),
         (PrefillConfig, "hold_share", 1.01),
@@ -112,6 +113,8 @@ def test_masters() -> None:
 def test_ucx_stays_on_loopback_only_while_all_masters_are_local() -> None:
     assert DecodeConfig(masters="ws://127.0.0.1:1,ws://localhost:2").ucx_net_devices == "lo"
     assert DecodeConfig(masters="ws://127.0.0.1:1,ws://far:2").ucx_net_devices == ""
+    for name in ("masters.prod.svc", "localhost.example", "127.0.0.1.example"):  # wherever they lead today
+        assert DecodeConfig(masters=f"ws://{name}:1").ucx_net_devices == ""
     assert DecodeConfig(nixl_device="eth1").ucx_net_devices == "eth1"
 
 

@@ -267,6 +267,9 @@ class WorkerConfig(CommonConfig):
     masters: Annotated[
         str, Parameter(help="Masters to serve, ws://HOST:PORT or wss://HOST:PORT, separated by commas.")
     ] = field(default="ws://127.0.0.1:8100", validator=[_not_empty, _urls])
+    resolve_interval: Annotated[float, Parameter(help="Seconds between lookups of the names in --masters.")] = field(
+        default=30.0, validator=_more_than(0)
+    )
     node_id: Annotated[str, Parameter(help="Name of this node; empty: ROLE-HOSTNAME-PID.")] = ""
     engine: Annotated[
         Literal["torch", "sim"], Parameter(help="`torch` runs the model; `sim` only takes the time of one.")

@@ -9,7 +9,7 @@ import trio
 from trio_websocket import ConnectionClosed, HandshakeError, wrap_server_stream
 
 from pdserve.errors import ProtocolError
-from pdserve.nurseries.connection import GOING_AWAY, POLICY, ConnectionLost, connection_scope
+from pdserve.nurseries.connection import GOING_AWAY, NORMAL, POLICY, ConnectionLost, connection_scope
 from pdserve.nurseries.forwarder import Outbox
 from pdserve.nurseries.groups import leaves
 from pdserve.nurseries.heartbeat import Heartbeat
@@ -85,8 +85,13 @@ class NodeLinks:
 
     async def _shake_hands(self, ws: WebSocketConnection) -> tuple[Hello, int] | None:
         challenge = new_nonce()
-        await ws.send_message(encode(Challenge(challenge)))
-        hello = decode_from_node(await ws.get_message())
+        await ws.send_message(encode(Challenge(challenge, self._incarnation)))
+        try:
+            hello = decode_from_node(await ws.get_message())
+        except ConnectionClosed as closed:
+            if closed.reason is not None and closed.reason.code == NORMAL:
+                return None  # another link of that node serves this Master
+            raise
         if not isinstance(hello, Hello):
             raise ProtocolError(f"expected a hello, got {type(hello).__name__}")
         verdict = judge(

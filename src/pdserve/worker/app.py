@@ -11,7 +11,7 @@ from pdserve.errors import ConfigError
 from pdserve.telemetry.serving import open_listener, serve_asgi
 from pdserve.text.models import load_model_card, resolve_model
 from pdserve.text.tokenizer import load_tokenizer
-from pdserve.worker.link import dialler
+from pdserve.worker.masters import sources
 from pdserve.worker.node import WorkerNode
 from pdserve.worker.status import status_app
 from pdserve.worker.thread import OwnerThread
@@ -49,12 +49,12 @@ async def serve_worker(
         stop = trio.Event()
 
         async def serve_status(task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED) -> None:
-            app = status_app(node.role, node.links, node.metrics)
+            app = status_app(node.role, node.masters, node.metrics)
             await serve_asgi(app, [listener], stop=stop, graceful=1.0, task_status=task_status)
 
         async def run_node(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-            dials = [(url, dialler(url, config.link_ca)) for url in config.master_urls]
-            await node.run(dials, status_url=status_url, task_status=task_status)
+            masters = sources(config.master_urls, config.link_ca)
+            await node.run(masters, status_url=status_url, task_status=task_status)
 
         async with trio.open_nursery() as nursery:
             await nursery.start(run_node, name="node")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 import random
-import ssl
-from collections.abc import Awaitable, Callable
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
+import attrs
 import trio
-from trio_websocket import ConnectionClosed, HandshakeError, WebSocketConnection, connect_websocket_url
+from trio_websocket import ConnectionClosed, HandshakeError
 
 from pdserve.errors import FatalError, ProtocolError
 from pdserve.nurseries.connection import ConnectionLost, connection_scope
 from pdserve.nurseries.forwarder import Outbox
 from pdserve.nurseries.groups import leaves
 from pdserve.nurseries.heartbeat import Heartbeat
-from pdserve.wire.codec import MAX_FRAME_BYTES, decode_from_master, encode
+from pdserve.wire.codec import decode_from_master, encode
 from pdserve.wire.handshake import signed, verify_master
 from pdserve.wire.messages import (
     Cancel,
@@ -30,15 +30,19 @@ from pdserve.wire.messages import (
     Reject,
     Release,
     Renew,
+    Reserve,
     Welcome,
 )
 from pdserve.worker.requests import LinkRequests
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
+
+    from trio_websocket import WebSocketConnection
 
     from pdserve.transfer.owner import TransferOwner
     from pdserve.wire.messages import Hello, NodeStats
+    from pdserve.worker.dial import Dial
 
 log = logging.getLogger("pdserve.link")
 
@@ -47,29 +51,6 @@ _BACKOFF_FIRST, _BACKOFF_MOST = 0.1, 5.0
 _EXPECTED = (ConnectionLost, ConnectionClosed, HandshakeError, ProtocolError, OSError, trio.TooSlowError)
 HEARTBEATS_MISSED = 3
 """A peer silent for so many intervals is lost."""
-RECEIVE_QUEUE = 256
-"""Messages buffered by the WebSocket layer: a full queue would stop close and pong processing."""
-
-
-Dial = Callable[[trio.Nursery], Awaitable[WebSocketConnection]]
-"""Opens a WebSocket whose own tasks live in the nursery."""
-
-
-def dialler(url: str, ca: Path | None) -> Dial:
-    """Dials `url`, ws:// or wss:// (verified against `ca`, or the system's authorities)."""
-    context = ssl.create_default_context(cafile=ca) if url.startswith("wss:") else None
-
-    async def dial(nursery: trio.Nursery) -> WebSocketConnection:
-        return await connect_websocket_url(
-            nursery,
-            url,
-            ssl_context=context,
-            message_queue_size=RECEIVE_QUEUE,
-            max_message_size=MAX_FRAME_BYTES,
-            receive_buffer_size=65536,
-        )
-
-    return dial
 
 
 class Role(Protocol):
@@ -79,13 +60,50 @@ class Role(Protocol):
 
     def accept_prefill(self, frame: Prefill, link: LinkRequests) -> None: ...
 
+    def accept_reserve(self, frame: Reserve, link: LinkRequests) -> None: ...
+
     def accept_decode(self, frame: Decode, link: LinkRequests) -> None: ...
 
     def stats(self) -> NodeStats: ...
 
 
+@attrs.frozen(eq=False)
+class Claim:
+    """One link's claim to serve one Master."""
+
+    url: str
+    ended: trio.Event = attrs.field(factory=trio.Event)
+
+
+class Claims:
+    """Which link of this node serves which Master, by incarnation: one for each, or they would replace each other."""
+
+    def __init__(self) -> None:
+        self._claims: dict[str, Claim] = {}
+
+    def on(self, master: str) -> Claim | None:
+        return self._claims.get(master)
+
+    @contextmanager
+    def held(self, master: str, url: str) -> Iterator[None]:
+        """Claim a Master that nobody has claimed, for as long as the context lasts. An older one names itself ""."""
+        if not master:
+            yield
+            return
+        claim = self._claims[master] = Claim(url)
+        try:
+            yield
+        finally:
+            del self._claims[master]
+            claim.ended.set()
+
+
 class MasterLink:
-    """Keeps one Master served. A dead link ends that link's requests only."""
+    """Keeps one Master served. A dead link ends that link's requests only.
+
+    Where another link of this node serves the same Master, this one stands by: it takes over when that one ends, and
+    looks every `stand_by` seconds whether it is still the same Master.
+    """
 
     def __init__(
         self,
@@ -94,18 +112,24 @@ class MasterLink:
         hello: Hello,
         role: Role,
         owner: TransferOwner,
+        claims: Claims,
         *,
         token: str,
         heartbeat_interval: float,
+        stand_by: float,
     ) -> None:
         self.url = url
         self.state = "connecting"
-        """For status pages: `connecting`, `registered`, or why the last attempt ended."""
+        """For status pages: `connecting`, `registered`, `the same Master as …`, or why the last attempt ended."""
+        self.redundant = False
+        """Another link serves this Master."""
         self._hello = hello
         self._role = role
         self._owner = owner
         self._token = token
         self._interval = heartbeat_interval
+        self._claims = claims
+        self._stand_by = stand_by
         self._dial = dial
         self._requests: LinkRequests | None = None
 
@@ -118,7 +142,7 @@ class MasterLink:
         failures = 0
         while True:
             try:
-                await self._once()
+                other = await self._once()
             except Exception as error:
                 # A nursery is strict: whatever ended the connection comes in a group.
                 causes = list(leaves(error))
@@ -126,9 +150,22 @@ class MasterLink:
                     if isinstance(cause, FatalError):
                         raise cause from error
                 failures = 1 if self.registered else failures + 1
+                self.redundant = False
                 self._note(causes[0], error)
+            else:
+                failures = 0
+                await self._wait_for(other)
             delay = min(_BACKOFF_FIRST * 2 ** min(failures, 10), _BACKOFF_MOST)
             await trio.sleep(delay * random.uniform(0.5, 1.0))  # jitter, not cryptography
+
+    async def _wait_for(self, other: Claim) -> None:
+        self.redundant = True
+        state = f"the same Master as {other.url}"
+        if self.state != state:
+            log.info("link to Master %s: %s", self.url, state)
+        self.state = state
+        with trio.move_on_after(self._stand_by):
+            await other.ended.wait()
 
     def _note(self, cause: BaseException, error: Exception) -> None:
         """Log why the link is down: once per reason, with the traceback where it is a bug of this side."""
@@ -155,23 +192,30 @@ class MasterLink:
         requests = self._requests.snapshot() if self._requests is not None else []
         return {"master": self.url, "state": self.state, "requests": requests}
 
-    async def _once(self) -> None:
+    async def _once(self) -> Claim:
+        """One connection, to its end. Returns only where another link serves the Master: that link's claim."""
         async with trio.open_nursery() as nursery:
             with trio.fail_after(_HANDSHAKE_TIMEOUT):
                 ws = await self._dial(nursery)
             try:
                 with trio.fail_after(_HANDSHAKE_TIMEOUT):
-                    await self._shake_hands(ws)
-                await self._serve(ws)
+                    challenge = decode_from_master(await ws.get_message())
+                if not isinstance(challenge, Challenge):
+                    raise ProtocolError(f"expected a challenge, got {type(challenge).__name__}")
+                other = self._claims.on(challenge.master)
+                if other is None:
+                    with self._claims.held(challenge.master, self.url):  # before any wait: links dial at the same time
+                        with trio.fail_after(_HANDSHAKE_TIMEOUT):
+                            await self._shake_hands(ws, challenge)
+                        await self._serve(ws)
             finally:
                 with trio.move_on_after(1.0, shield=True):
                     await ws.aclose()
                 nursery.cancel_scope.cancel()
+        assert other is not None, "a link that serves ends with an exception"
+        return other
 
-    async def _shake_hands(self, ws: WebSocketConnection) -> None:
-        challenge = decode_from_master(await ws.get_message())
-        if not isinstance(challenge, Challenge):
-            raise ProtocolError(f"expected a challenge, got {type(challenge).__name__}")
+    async def _shake_hands(self, ws: WebSocketConnection, challenge: Challenge) -> None:
         hello = signed(self._hello, self._token, challenge.nonce)
         await ws.send_message(encode(hello))
         answer = decode_from_master(await ws.get_message())
@@ -181,6 +225,8 @@ class MasterLink:
             raise ProtocolError(f"expected a welcome, got {type(answer).__name__}")
         if not verify_master(self._token, hello.nonce, answer.master, answer.proof):
             raise ProtocolError("the Master could not prove the cluster token")
+        if challenge.master not in ("", answer.master):
+            raise ProtocolError("the Master gave two incarnations")
 
     async def _serve(self, ws: WebSocketConnection) -> None:
         outbox = Outbox(encode=encode, control_limit=8192)
@@ -195,6 +241,7 @@ class MasterLink:
             ) as connection:
                 self._requests = LinkRequests(connection, outbox)
                 self.state = "registered"
+                self.redundant = False
                 log.info("registered with Master %s", self.url)
                 outbox.control(self._role.stats())
                 await trio.sleep_forever()
@@ -211,10 +258,12 @@ class MasterLink:
                 pass
             case Prefill():
                 self._role.accept_prefill(frame, requests)
+            case Reserve():
+                self._role.accept_reserve(frame, requests)
             case Decode():
                 self._role.accept_decode(frame, requests)
             case Cancel():
-                requests.cancel(frame.id, frame.epoch)
+                requests.cancel(frame.id, frame.epoch, frame.choice)
             case Release() | Renew():
                 for request in requests.find(frame.id, frame.epoch):
                     if request.hold is not None:

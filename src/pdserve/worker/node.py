@@ -18,6 +18,7 @@ from pdserve.wire.messages import Hello
 from pdserve.worker.decode import DecodeNode
 from pdserve.worker.engine_loop import EngineLoop
 from pdserve.worker.link import MasterLink
+from pdserve.worker.masters import Masters
 from pdserve.worker.prefill import PrefillNode
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from pdserve.text.tokenizer import Tokenizer
     from pdserve.transfer.agent import TransferAgent
     from pdserve.wire.messages import Role
-    from pdserve.worker.link import Dial
+    from pdserve.worker.dial import Dial
+    from pdserve.worker.masters import Source
     from pdserve.worker.thread import OwnerThread
 
 
@@ -90,7 +92,7 @@ class WorkerNode:
         else:
             self.role = DecodeNode(config, self.loop, self.cache, self.slots, self.owner, tokenizer, self.metrics)
         self.role.on_change = self._report
-        self.links: list[MasterLink] = []
+        self.masters = Masters(interval=config.resolve_interval)
         self._newer_protocol = faults.protocol_bump
         self._changed = trio.Event()
         """The load has changed; for `drain`, which waits for the last request."""
@@ -98,37 +100,43 @@ class WorkerNode:
 
     async def run(
         self,
-        dials: Sequence[tuple[str, Dial]],
+        sources: Sequence[Source],
         *,
         status_url: str = "",
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Serve the Masters until `drain` has let everything finish. Raises FatalError (alone or in a group) when the
-        engine or the transfer owner fails. Started: the links dial.
+        engine or the transfer owner fails. Started: the fixed links dial, the names are looked up.
         """
         async with trio.open_nursery() as nursery:
             await nursery.start(self.owner.run, name="transfer owner")
             nursery.start_soon(self.loop.run, name="engine loop")
             hello = self._hello(status_url)
-            self.links = [
-                MasterLink(
+
+            def link_to(url: str, dial: Dial) -> MasterLink:
+                return MasterLink(
                     url,
                     dial,
                     hello,
                     self.role,
                     self.owner,
+                    self.masters.claims,
                     token=self.config.cluster_token,
                     heartbeat_interval=self.config.heartbeat_interval,
+                    stand_by=self.config.resolve_interval,
                 )
-                for url, dial in dials
-            ]
+
             async with trio.open_nursery() as links:
-                for link in self.links:
-                    links.start_soon(link.run, name=f"master {link.url}")
+                await links.start(self.masters.run, sources, link_to, name="masters")
                 task_status.started()
                 await self._leave.wait()
                 links.cancel_scope.cancel()
             nursery.cancel_scope.cancel()
+
+    @property
+    def links(self) -> Sequence[MasterLink]:
+        """The links there are now; to be walked through without an await."""
+        return self.masters.links
 
     async def drain(self) -> None:
         """Take nothing new, tell the Masters, give what runs `--drain-timeout` seconds, then end `run`."""

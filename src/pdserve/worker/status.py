@@ -11,15 +11,14 @@ from starlette.routing import Route
 from pdserve.nurseries.tree import snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from starlette.requests import Request
 
     from pdserve.telemetry.metrics import WorkerMetrics
-    from pdserve.worker.link import MasterLink, Role
+    from pdserve.worker.link import Role
+    from pdserve.worker.masters import Masters
 
 
-def status_app(role: Role, links: Sequence[MasterLink], metrics: WorkerMetrics) -> Starlette:
+def status_app(role: Role, masters: Masters, metrics: WorkerMetrics) -> Starlette:
     """Ready means: registered with every Master that can be reached, and not draining."""
 
     async def livez(request: Request) -> Response:
@@ -27,15 +26,20 @@ def status_app(role: Role, links: Sequence[MasterLink], metrics: WorkerMetrics) 
 
     async def readyz(request: Request) -> Response:
         reasons = ["draining"] if role.draining else []
-        reasons += [f"{link.url}: {link.state}" for link in links if not link.registered]
-        ready = not role.draining and any(link.registered for link in links)
+        reasons += [f"{url}: {why}" for url, why in masters.unresolved.items()]
+        reasons += [f"{link.url}: {link.state}" for link in masters.links if not (link.registered or link.redundant)]
+        ready = not role.draining and any(link.registered for link in masters.links)
         return JSONResponse({"ready": ready, "reasons": reasons}, 200 if ready else 503)
 
     async def metrics_page(request: Request) -> Response:
         return Response(metrics.render(), media_type=metrics.content_type)
 
     async def tree(request: Request) -> Response:
-        page: dict[str, Any] = {"links": [link.snapshot() for link in links], "tasks": snapshot()}
+        page: dict[str, Any] = {
+            "links": [link.snapshot() for link in masters.links],
+            "unresolved": masters.unresolved,
+            "tasks": snapshot(),
+        }
         return JSONResponse(page)
 
     return Starlette(
