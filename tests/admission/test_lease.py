@@ -122,12 +122,25 @@ async def test_a_lease_is_released_once_however_often_it_is_asked(autojump_clock
     assert empty(pool)
 
 
-async def test_a_kept_lease_outlives_its_context(autojump_clock):
-    pool = SlotAdmission(1, 0)
-    with Lease(pool) as lease:
-        lease.keep()
-    assert pool.active == 1
+async def test_a_split_lease_is_given_back_slot_by_slot_and_outlives_its_context(autojump_clock):
+    pool = SlotAdmission(3, 0)
+    with Lease(pool, 3) as lease:
+        first, second, third = lease.split()
+    assert pool.active == 3
     lease.release()
+    assert pool.active == 3
+    second.release()
+    second.release()
+    assert pool.active == 2
+    first.release()
+    third.release()
+    assert empty(pool)
+
+
+async def test_a_lease_that_waits_cannot_be_split(autojump_clock):
+    pool = SlotAdmission(1, 1)
+    with Lease(pool), Lease(pool) as waiting, pytest.raises(ValueError, match="waiting"):
+        waiting.split()
     assert empty(pool)
 
 

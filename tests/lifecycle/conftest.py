@@ -58,7 +58,8 @@ class Cluster:
             RequestIds(incarnation),
             metrics,
             nursery,
-            admission_timeout=config.admission_timeout,
+            admission_timeout=None if config.disable_admission else config.admission_timeout,
+            reservation_ttl=config.reservation_ttl,
             total_deadline=config.total_deadline,
             retry=config.retry,
         )
@@ -115,9 +116,10 @@ class Cluster:
         client.send_stream.close_hook = client.receive_stream.close_hook = None
         client.send_stream.send_all_hook = trio.sleep_forever
 
-    def request(self, prompt, label="r", accepted_at=None, **params) -> GenerationRequest:
+    def request(self, prompt, label="r", accepted_at=None, n=1, **params) -> GenerationRequest:
         now = trio.current_time() if accepted_at is None else accepted_at
-        return GenerationRequest(tuple(prompt), SamplingParams(temperature=0.0, **params), label, now)
+        params = {"temperature": 0.0, **params}
+        return GenerationRequest(tuple(prompt), SamplingParams(**params), label, now, n)
 
     async def ids(self, prompt, **params) -> list[int]:
         with trio.fail_after(120):

@@ -125,8 +125,8 @@ async def test_frames_of_one_burst_are_granted_in_their_order(cluster, autojump_
             arrived.append(frame.id)
             accept(frame, link)
 
-        async def admitted(request, frame, lease, place, link):
-            seq = await admit(request, frame, lease, place, link)
+        async def admitted(request, group, frame, link):
+            seq = await admit(request, group, frame, link)
             granted.append(frame.id)
             return seq
 

@@ -11,7 +11,7 @@ from pdserve.admission.pool import TicketState
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from pdserve.admission.pool import SlotAdmission
+    from pdserve.admission.pool import SlotAdmission, Ticket
 
 
 class Lease:
@@ -23,30 +23,52 @@ class Lease:
 
     def __init__(self, pool: SlotAdmission, n: int = 1) -> None:
         self._pool = pool
+        self._asked = self.granted_at = trio.current_time()
         self._ticket = pool.request(n)
         self._granted = trio.Event()
-        self._kept = False
-        self._ticket.on_grant = self._granted.set
+        self._ticket.on_grant = self._on_grant
 
     @property
     def granted(self) -> bool:
         return self._ticket.state is TicketState.GRANTED
+
+    @property
+    def waited(self) -> float:
+        """Seconds in the queue until the grant."""
+        return self.granted_at - self._asked
 
     async def wait(self) -> None:
         """Return once the slots are held. The caller bounds it (`trio.fail_at`)."""
         if not self.granted:
             await self._granted.wait()
 
-    def keep(self) -> None:
-        """Leaving the context no longer releases: somebody else (the request slot's end) does."""
-        self._kept = True
+    def split(self) -> tuple[SubLease, ...]:
+        """Hand the held slots over, one by one: each sub-lease is released with its own slot.
+
+        This lease has nothing left to release. Raises ValueError when it is not granted.
+        """
+        return tuple(SubLease(self._pool, ticket) for ticket in self._pool.split(self._ticket))
 
     def release(self) -> None:
         self._pool.close(self._ticket)
+
+    def _on_grant(self) -> None:
+        self.granted_at = trio.current_time()
+        self._granted.set()
 
     def __enter__(self) -> Lease:
         return self
 
     def __exit__(self, *_: TracebackType | type[BaseException] | BaseException | None) -> None:
-        if not self._kept:
-            self.release()
+        self.release()
+
+
+class SubLease:
+    """One slot of a lease that was split. `release` is synchronous and idempotent."""
+
+    def __init__(self, pool: SlotAdmission, ticket: Ticket) -> None:
+        self._pool = pool
+        self._ticket = ticket
+
+    def release(self) -> None:
+        self._pool.close(self._ticket)

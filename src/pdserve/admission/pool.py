@@ -76,6 +76,13 @@ class SlotAdmission:
         self._queued += n
         return ticket
 
+    def split(self, ticket: Ticket) -> tuple[Ticket, ...]:
+        """A granted ticket of n as n granted ones of a single slot, each closed by itself; the original is closed."""
+        if ticket.state is not TicketState.GRANTED:
+            raise ValueError(f"a {ticket.state.value} ticket cannot be split")
+        ticket.state = TicketState.CLOSED
+        return tuple(Ticket(1, TicketState.GRANTED) for _ in range(ticket.n))
+
     def close(self, ticket: Ticket) -> None:
         """Leave the queue, or give the slots back and hand them on. Idempotent."""
         state, ticket.state = ticket.state, TicketState.CLOSED

@@ -49,6 +49,9 @@ class Sequence:
     """The page table. Page references belong to the sequence until it is retired."""
     computed: int = 0
     """Positions whose KV is in the pages."""
+    copy: tuple[int, int] | None = None
+    """(source, destination): a page to copy before the first step. A reference on the source is the sequence's until
+    then."""
     owner: Any = None
     on_retired: Callable[[], None] | None = None
     """Called once, when pages and slot have been given back."""
@@ -159,7 +162,8 @@ class Scheduler:
         if not items:
             return None
         self._flight = items
-        return StepPlan(tuple(self._work(seq, n) for seq, n in items))
+        copies = tuple(seq.copy for seq, _ in items if seq.copy is not None)
+        return StepPlan(tuple(self._work(seq, n) for seq, n in items), copies)
 
     def apply(self, result: StepResult) -> list[SequenceOutput]:
         """Take in the outstanding plan's result. What was retired meanwhile gives no output and is freed here."""
@@ -176,8 +180,11 @@ class Scheduler:
                 seq.prefilling = False
                 outputs.extend(self._advance(seq, drawn))
         # Decided before the first callback, which may retire others that this step has computed.
+        copied = [seq for seq, _ in items if seq.copy is not None]
         for seq in [seq for seq, _ in items if seq.state is State.RETIRED]:
             self._give_back(seq)
+        for seq in copied:
+            self._drop_copy(seq)
         return outputs
 
     def retire(self, seq: Sequence, *, keep_pages: bool = False) -> None:
@@ -314,12 +321,19 @@ class Scheduler:
     def _in_flight(self, seq: Sequence) -> bool:
         return any(item is seq for item, _ in self._flight or ())
 
+    def _drop_copy(self, seq: Sequence) -> None:
+        if seq.copy is not None:
+            source, _ = seq.copy
+            seq.copy = None
+            self._cache.release((source,))
+
     def _give_back(self, seq: Sequence) -> None:
         # Slot first: whoever is told that pages are available may want one too.
         if seq.slot is not None:
             self._slots.release((seq.slot,))
             seq.slot = None
         self._cache.insert(seq.tokens[: seq.computed], seq.pages)
+        self._drop_copy(seq)
         if not seq.keep_pages:
             pages, seq.pages = seq.pages, []
             self._cache.release(pages)

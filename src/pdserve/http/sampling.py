@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from pdserve.http.fields import Fields
 
 MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+"""OpenAI's own limit of `n`; a Decode node with fewer slots lowers it."""
 _MAX_STOP_IDS = 128
 _MAX_STOP_CHARS = 1024
 
@@ -81,8 +83,8 @@ def read_choices(fields: Fields, *, stream: bool, capacity: int) -> Choices:
     Raises InvalidRequestError naming the one that is wrong, or that no node has the slots for. A stream cannot choose
     the best: it would have to wait for the end.
     """
-    n = fields.integer("n", low=1) or 1
-    best_of = fields.integer("best_of", low=n) or n
+    n = fields.integer("n", low=1, high=MAX_CHOICES) or 1
+    best_of = fields.integer("best_of", low=n, high=MAX_CHOICES) or n
     for name, value in (("n", n), ("best_of", best_of)):
         if value > capacity > 0:
             raise fields.invalid(name, f"{value} is too many: one node takes all choices, and at most {capacity}")

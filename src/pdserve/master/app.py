@@ -112,6 +112,7 @@ async def open_master(
                 metrics,
                 request_nursery,
                 admission_timeout=None if config.disable_admission else config.admission_timeout,
+                reservation_ttl=config.reservation_ttl,
                 total_deadline=config.total_deadline,
                 retry=config.retry,
             )

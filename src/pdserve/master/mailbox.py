@@ -26,26 +26,28 @@ class NodeLost:
 
 
 class AttemptMailbox:
-    """A link reader never waits for a request: frames are put synchronously, consecutive deltas are merged.
+    """A link reader never waits for a request: frames are put synchronously, deltas of a choice that wait are merged.
 
-    Bounded by construction: deltas merge into one of at most max_tokens tokens, of every other frame an attempt gets a
-    handful.
+    Bounded by construction: deltas merge into one of at most max_tokens tokens a choice, of every other frame an
+    attempt gets a handful.
     """
 
     def __init__(self) -> None:
-        self._frames: deque[msgspec.Struct | NodeLost] = deque()
+        self._frames: deque[msgspec.Struct | NodeLost | int] = deque()
+        """In order of arrival; a number stands for the output of that choice."""
+        self._deltas: dict[int, Delta] = {}
         self._arrived = trio.Event()
 
     def deliver(self, node: Node, frame: msgspec.Struct) -> None:
-        last = self._frames[-1] if self._frames else None
-        if (
-            isinstance(frame, Delta)
-            and isinstance(last, Delta)
-            and frame.start_index == last.start_index + len(last.token_ids)
-            and last.finish is None
-            and frame.choice == last.choice
-        ):
-            self._frames[-1] = merge_deltas(last, frame)
+        if isinstance(frame, Delta):
+            waiting = self._deltas.get(frame.choice)
+            if waiting is None:
+                self._deltas[frame.choice] = frame
+                self._frames.append(frame.choice)
+            elif _continues(frame, waiting):
+                self._deltas[frame.choice] = merge_deltas(waiting, frame)
+            else:
+                self._frames.append(frame)  # a gap, or after the end: for the reader to judge
         else:
             self._frames.append(frame)
         self._arrived.set()
@@ -59,4 +61,9 @@ class AttemptMailbox:
         while not self._frames:
             self._arrived = trio.Event()
             await self._arrived.wait()
-        return self._frames.popleft()
+        frame = self._frames.popleft()
+        return self._deltas.pop(frame) if isinstance(frame, int) else frame
+
+
+def _continues(frame: Delta, waiting: Delta) -> bool:
+    return waiting.finish is None and frame.start_index == waiting.start_index + len(waiting.token_ids)

@@ -38,12 +38,25 @@ class Selector:
             self._blocks.popitem(last=False)
         return best
 
-    def decode(self, nodes: Sequence[Node], prefill: Node, n: int, exclude: Collection[str] = ()) -> Node | None:
-        """The less loaded of two random D nodes that can pull from `prefill` and have n slots in all."""
+    def decode(
+        self,
+        nodes: Sequence[Node],
+        prefill: Node,
+        n: int,
+        exclude: Collection[str] = (),
+        full: Collection[str] = (),
+    ) -> Node | None:
+        """The less loaded of two random D nodes that can pull from `prefill` and have n slots in all.
+
+        Nodes to `exclude` are taken where there are no others, `full` ones never.
+        """
         candidates = [
             node
             for node in nodes
-            if not node.stats.draining and node.hello.layout == prefill.hello.layout and node.hello.capacity >= n
+            if not node.stats.draining
+            and node.hello.layout == prefill.hello.layout
+            and node.hello.capacity >= n
+            and node.node_id not in full
         ]
         candidates = [node for node in candidates if node.node_id not in exclude] or candidates
         if not candidates:

@@ -9,6 +9,7 @@ import attrs
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
+    from pdserve.errors import RequestError
     from pdserve.wire.messages import Delta, ModelCard, SamplingParams
 
 
@@ -23,14 +24,23 @@ class GenerationRequest:
     accepted_at: float
     """`trio.current_time()` of the HTTP accept: the total deadline counts from here."""
     n: int = 1
+    """Choices to generate, each in a slot of its own."""
+
+
+@attrs.frozen
+class ChoiceFailed:
+    """One of several choices has ended with an error; the others go on."""
+
+    choice: int
+    error: RequestError
 
 
 class Generation(Protocol):
     """The output of one request: an async iterator of `Delta`.
 
-    Per choice, deltas are contiguous and the last one has `finish` set; iteration stops after the last choice's.
-    The first `__anext__` returns only once Decode has admitted the request; until then, and on any later failure, it
-    raises an `errors.RequestError`.
+    Per choice, deltas are contiguous and the last one has `finish` set, or a `ChoiceFailed` takes its place; iteration
+    stops after the last choice's end. The first `__anext__` returns only once Decode has admitted the request; until
+    then, and on a later failure of the whole request, it raises an `errors.RequestError`; with n = 1 every failure is.
     """
 
     @property
@@ -43,7 +53,7 @@ class Generation(Protocol):
 
     def __aiter__(self) -> Generation: ...
 
-    async def __anext__(self) -> Delta: ...
+    async def __anext__(self) -> Delta | ChoiceFailed: ...
 
 
 @attrs.frozen

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 Outcome = Literal["ok", "client_gone", "busy", "invalid", "failed", "deadline", "unavailable"]
 """How a request ended. Exactly one each."""
+ReservationOutcome = Literal["claimed", "expired", "cancelled"]
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _STEP_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -62,6 +63,7 @@ class MasterMetrics(_Metrics):
         self._cached = self._counter("cached_tokens", "Prompt tokens that Prefill took from its prefix cache")
         self._output = self._counter("output_tokens", "Output tokens received from Decode")
         self._retries = self._counter("retries", "Requests tried again on other nodes", "reason")
+        self._refusals = self._counter("admission_refusals", "Requests answered with 429, once each", "reason")
         self._connects = self._counter("node_connects", "Nodes registered", "role")
         self._losses = self._counter("node_losses", "Node links lost", "role", "reason")
         self._node: dict[str, Gauge] = {
@@ -70,6 +72,7 @@ class MasterMetrics(_Metrics):
                 ("capacity", "Request slots"),
                 ("active", "Leases held (decode) or prompts in work and held (prefill)"),
                 ("queued", "Waiting slots (decode) or prompt tokens (prefill)"),
+                ("reserved", "Leased slots of reservations that nobody has claimed yet (decode)"),
                 ("transfers", "KV transfers running"),
                 ("draining", "1 while the node takes nothing new"),
             )
@@ -101,6 +104,10 @@ class MasterMetrics(_Metrics):
 
     def retried(self, reason: str) -> None:
         self._retries.labels(reason).inc()
+
+    def refused(self, reason: str) -> None:
+        """Once a request, however many nodes have refused it."""
+        self._refusals.labels(reason).inc()
 
     def node_connected(self, role: str) -> None:
         self._connects.labels(role).inc()
@@ -143,6 +150,8 @@ class WorkerMetrics(_Metrics):
         self._holds = self._gauge("holds", "Prompts whose KV pages are held for Decode")
         self._wait = self._histogram("admission_wait_seconds", "Time in the admission queue until the grant")
         self._refusals = self._counter("refusals", "Requests not admitted", "reason")
+        self._slots_reserved = self._gauge("slots_reserved", "Leased slots of reservations that nobody has claimed yet")
+        self._reservations = self._counter("reservations", "Reservations granted, by how they ended", "outcome")
         self._steps = self._counter("steps", "Engine steps")
         self._step_seconds = self._histogram("step_seconds", "Duration of an engine step", buckets=_STEP_SECONDS)
         self._tokens = self._counter("tokens_generated", "Tokens sampled")
@@ -170,6 +179,7 @@ class WorkerMetrics(_Metrics):
         """All gauges that the node's own heartbeat carries."""
         self.set_leases(used=stats.active, capacity=stats.capacity)
         self._slots_queued.set(stats.queued)
+        self._slots_reserved.set(stats.reserved)
         self.set_pages(**_pages(stats))
         self.set_transfers(stats.transfers)
 
@@ -178,6 +188,9 @@ class WorkerMetrics(_Metrics):
 
     def refused(self, reason: str) -> None:
         self._refusals.labels(reason).inc()
+
+    def reservation_ended(self, outcome: ReservationOutcome) -> None:
+        self._reservations.labels(outcome).inc()
 
     def transfer_finished(self, outcome: str) -> None:
         self._transfers.labels(outcome).inc()

@@ -13,6 +13,9 @@ Role = Literal["prefill", "decode"]
 FinishReason = Literal["stop", "length"]
 BusyReason = Literal["queue_full", "timeout", "draining", "prefill_queue_full", "expired"]
 
+GROUP = -1
+"""As the `choice` of a frame: all choices of the request together."""
+
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How tokens are chosen; a function of (seed, choice, output position), the same on P, D and after recovery."""
@@ -83,8 +86,10 @@ class TransferMetadata(msgspec.Struct, frozen=True):
 # --- handshake: Master → Challenge, node → Hello, Master → Welcome | Reject
 
 
-class Challenge(msgspec.Struct, tag="challenge", frozen=True):
+class Challenge(msgspec.Struct, tag="challenge", frozen=True, omit_defaults=True):
     nonce: bytes
+    master: str = ""
+    """Incarnation of the Master: a node that finds the same Master at two addresses keeps one link."""
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True, omit_defaults=True):
@@ -153,7 +158,26 @@ class Prefill(msgspec.Struct, tag="prefill", frozen=True, omit_defaults=True):
     """How many first tokens to sample from the prompt's last logits."""
 
 
+class Reserve(msgspec.Struct, tag="reserve", frozen=True, omit_defaults=True):
+    """Hold `n` slots for the choices of one request, all or none. Answered by Reserved, Busy or Failed.
+
+    Only to nodes with the capability `decode_admission`. The n `Decode` frames claim the slots; the first one commits.
+    """
+
+    id: str
+    epoch: int
+    n: int
+    prompt_tokens: int
+    max_tokens: int
+    ttl: float
+    """Seconds from the grant until the reservation expires, unless it has been claimed."""
+    admission_timeout: float | None = None
+    """As in `Decode`."""
+
+
 class Decode(msgspec.Struct, tag="decode", frozen=True, omit_defaults=True):
+    """Generate one choice. The n > 1 frames of a request are sent as one batch, choice 0 first."""
+
     id: str
     epoch: int
     token_ids: tuple[int, ...]
@@ -165,13 +189,19 @@ class Decode(msgspec.Struct, tag="decode", frozen=True, omit_defaults=True):
     choice: int = 0
     admission_timeout: float | None = None
     """Seconds left of the request's admission deadline; None: the node's own setting."""
+    n: int = 1
+    """How many choices the request has."""
+    reserved: bool = False
+    """The slot comes from the request's reservation; refused as `expired` when there is none."""
 
 
-class Cancel(msgspec.Struct, tag="cancel", frozen=True):
+class Cancel(msgspec.Struct, tag="cancel", frozen=True, omit_defaults=True):
     """End that request's own task on this node, whatever it waits for."""
 
     id: str
     epoch: int
+    choice: int = GROUP
+    """Only this choice; the others go on."""
 
 
 class Release(msgspec.Struct, tag="release", frozen=True):
@@ -199,6 +229,8 @@ class NodeStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True, omit_def
     """Leases held (D) or prompts in work and held (P)."""
     queued: int = 0
     """Waiting slots (D) or prompt tokens (P)."""
+    reserved: int = 0
+    """Of the active slots, those of reservations that nobody has claimed yet (D)."""
     pages_free: int = 0
     pages_cached: int = 0
     pages_pinned: int = 0
@@ -215,18 +247,27 @@ class Prefilled(msgspec.Struct, tag="prefilled", frozen=True, omit_defaults=True
     cached_tokens: int = 0
 
 
+class Reserved(msgspec.Struct, tag="reserved", frozen=True, omit_defaults=True):
+    """The slots of a `Reserve` are held; its time to live has begun."""
+
+    id: str
+    epoch: int
+    waited: float = 0.0
+    """Seconds in the admission queue."""
+
+
 class Admitted(msgspec.Struct, tag="admitted", frozen=True, omit_defaults=True):
-    """The lease, the request slot and the worst-case pages are taken."""
+    """Lease, request slots and worst-case pages are taken, for all choices of the request."""
 
     id: str
     epoch: int
     choice: int = 0
     waited: float = 0.0
-    """Seconds in the admission queue."""
+    """Seconds in the queues for slots and pages."""
 
 
 class Busy(msgspec.Struct, tag="busy", frozen=True, omit_defaults=True):
-    """Not admitted (D), or the prefill queue is full (P). Never a failure of the node."""
+    """Not admitted (D), or the prefill queue is full (P). Ends the whole request there; never a failure of the node."""
 
     id: str
     epoch: int
@@ -262,7 +303,7 @@ class Settled(msgspec.Struct, tag="settled", frozen=True, omit_defaults=True):
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True, omit_defaults=True):
-    """Terminal: this request failed on this node."""
+    """Terminal: this choice of the request failed on this node, or with `GROUP` all of them."""
 
     id: str
     epoch: int
@@ -277,5 +318,7 @@ class Draining(msgspec.Struct, tag="draining", frozen=True):
     """The node takes nothing new from now on."""
 
 
-FromMaster = Challenge | Welcome | Reject | Ping | PeerUp | PeerDown | Prefill | Decode | Cancel | Release | Renew
-FromNode = Hello | Ping | NodeStats | Prefilled | Admitted | Busy | Delta | Settled | Failed | Draining
+FromMaster = (
+    Challenge | Welcome | Reject | Ping | PeerUp | PeerDown | Prefill | Reserve | Decode | Cancel | Release | Renew
+)
+FromNode = Hello | Ping | NodeStats | Prefilled | Reserved | Admitted | Busy | Delta | Settled | Failed | Draining

@@ -1,4 +1,4 @@
-"""The Decode role: admits a request into a slot, pulls its KV from P, generates. The only emitter of output."""
+"""The Decode role: admits a request into slots, pulls its KV from P, generates. The only emitter of output."""
 
 from __future__ import annotations
 
@@ -6,43 +6,44 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
 import trio
 
 from pdserve.admission.lease import Lease
 from pdserve.admission.pool import QueueFullError, SlotAdmission
 from pdserve.admission.waits import MeasuredWaits
-from pdserve.engine.scheduler import Sequence
-from pdserve.errors import InvalidRequestError, TransferError, WorkerFailedError
-from pdserve.transfer.agent import KvHandle
-from pdserve.wire.messages import Admitted, Busy, NodeStats, Settled
-from pdserve.worker.output import ChoiceOutput
-from pdserve.worker.page_queue import PageQueue
+from pdserve.errors import InvalidRequestError
+from pdserve.wire.messages import GROUP, Admitted, Busy, NodeStats, Reserved
+from pdserve.worker.choices import Choices
+from pdserve.worker.group import Footprint, Group
+from pdserve.worker.room import RoomQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdserve.admission.lease import SubLease
     from pdserve.config import DecodeConfig
     from pdserve.engine.radix import KvCache
-    from pdserve.engine.scheduler import SequenceOutput
+    from pdserve.engine.scheduler import Sequence
     from pdserve.engine.slots import SlotPool
-    from pdserve.telemetry.metrics import WorkerMetrics
+    from pdserve.telemetry.metrics import ReservationOutcome, WorkerMetrics
     from pdserve.text.tokenizer import Tokenizer
     from pdserve.transfer.owner import TransferOwner
-    from pdserve.wire.messages import BusyReason, Decode, Prefill
+    from pdserve.wire.messages import BusyReason, Decode, Prefill, Reserve
     from pdserve.worker.engine_loop import EngineLoop
-    from pdserve.worker.page_queue import PagePlace
+    from pdserve.worker.group import GroupKey
     from pdserve.worker.requests import LinkRequests, Request
+    from pdserve.worker.room import Room
 
-_handles = msgspec.msgpack.Decoder(KvHandle)
+_UNLIMITED = 2**31
+"""Capacity of the pool of a node without admission: every lease is granted, requests wait for room only."""
 
 
 class DecodeNode:
-    """Serves `Decode` frames of any number of Masters; the only authority over its slots.
+    """Serves `Reserve` and `Decode` frames of any number of Masters; the only authority over its slots.
 
-    A request takes a lease (FIFO over all Masters), a request slot and the worst-case pages, in this order, within the
-    admission deadline. Ticket and place in the queue for pages are both drawn in the order in which the link readers
-    decode the frames. The lease is given back when the slot has been recycled, in every path.
+    A request takes a lease (FIFO over all Masters), then request slots and the worst-case pages for all its choices,
+    within the admission deadline. Ticket and place in the queue are both drawn in the order in which the link readers
+    decode the frames. Each slot's part of the lease is given back when the slot has been recycled, in every path.
     """
 
     def __init__(
@@ -56,55 +57,62 @@ class DecodeNode:
         metrics: WorkerMetrics,
     ) -> None:
         self._config = config
-        self._loop = loop
         self._cache = cache
         self._slots = slots
         self._owner = owner
-        self._tokenizer = tokenizer
+        self._max_len = loop.engine.card.max_len
         self._metrics = metrics
-        self.pool = SlotAdmission(config.max_running_requests, None if config.disable_admission else config.queue_size)
-        self._pages = PageQueue(cache)
+        admits = not config.disable_admission
+        self.pool = SlotAdmission(slots.capacity if admits else _UNLIMITED, config.queue_size if admits else None)
+        self._room = RoomQueue(slots, cache)
+        self._choices = Choices(config, loop, cache, owner, tokenizer, metrics)
         self._waits = MeasuredWaits()
-        self._active = 0
+        self._groups: dict[GroupKey, Group] = {}
+        self._reserved = 0
         self.draining = False
         self.on_change: Callable[[], None] = lambda: None
         """Called when the load has changed: a lease taken or given back."""
-        cache.on_available = self._pages.pump
+        cache.on_available = self._room.pump
 
     @property
     def idle(self) -> bool:
-        return self._active == 0
+        return not self._groups
 
     def accept_prefill(self, frame: Prefill, link: LinkRequests) -> None:
         link.refuse((frame.id, frame.epoch, 0), InvalidRequestError("this node does not prefill"))
 
-    def accept_decode(self, frame: Decode, link: LinkRequests) -> None:
+    def accept_reserve(self, frame: Reserve, link: LinkRequests) -> None:
         """Validate and draw the ticket of the admission queue, synchronously; then a task does the rest."""
-        key = (frame.id, frame.epoch, frame.choice)
-        if key in link:
+        footprint = Footprint(frame.prompt_tokens, frame.max_tokens, frame.n)
+        if (frame.id, frame.epoch) not in self._groups:  # a repeated frame changes nothing
+            self._enter(frame, footprint, frame.ttl, link)
+
+    def accept_decode(self, frame: Decode, link: LinkRequests) -> None:
+        """A choice of a reservation claims its slot; any other request is taken in as `accept_reserve` does."""
+        group = self._groups.get((frame.id, frame.epoch))
+        if group is None and frame.reserved:
+            self._busy(frame, link, "expired")
             return
+        if group is None and frame.choice == 0:
+            group = self._enter(frame, Footprint(len(frame.token_ids), frame.params.max_tokens, frame.n), None, link)
+        if group is None:
+            return  # refused; choice 0 has got the answer for all
         try:
-            self._validate(frame)
-            if self.draining:
-                self._busy(frame, link, "draining")
-                return
-            lease = Lease(self.pool)
+            group.claim(frame)
         except InvalidRequestError as error:
-            link.refuse(key, error)
-            return
-        except QueueFullError:
-            self._busy(frame, link, "queue_full")
-            return
-        self._active += 1
-        link.start(key, self._run, frame, lease, self._pages.join(), link)
-        self.on_change()
+            link.cancel(frame.id, frame.epoch)
+            link.refuse((frame.id, frame.epoch, GROUP), error)
 
     def stats(self) -> NodeStats:
         counts, transfers = self._cache.counts(), self._owner.stats()
+        active, queued = self.pool.active, self.pool.queued
+        if self._config.disable_admission:
+            active, queued = self._slots.used, self.pool.active - self._slots.used
         return NodeStats(
-            capacity=self.pool.capacity,
-            active=self.pool.active,
-            queued=self.pool.queued,
+            capacity=self._slots.capacity,
+            active=active,
+            queued=queued,
+            reserved=self._reserved,
             pages_free=counts.free,
             pages_cached=counts.cached,
             pages_pinned=counts.pinned,
@@ -113,131 +121,113 @@ class DecodeNode:
             draining=self.draining,
         )
 
-    def _validate(self, frame: Decode) -> None:
-        length, params = len(frame.token_ids), frame.params
-        if length < 1:
-            raise InvalidRequestError("the prompt is empty", param="prompt")
-        if params.max_tokens < 1:
-            raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
-        if length + params.max_tokens > self._loop.engine.card.max_len:
-            raise InvalidRequestError(
-                f"prompt and max_tokens are over the limit of {self._loop.engine.card.max_len} tokens",
-                param="max_tokens",
-            )
-        if self._total_pages(frame) > self._cache.num_pages:
-            raise InvalidRequestError("prompt and max_tokens need more KV pages than the node has", param="max_tokens")
-
-    def _total_pages(self, frame: Decode) -> int:
-        # The KV of the last token of an output is never computed.
-        return -(-(len(frame.token_ids) + frame.params.max_tokens - 1) // self._cache.page_size)
-
-    def _busy(self, frame: Decode, link: LinkRequests, reason: BusyReason) -> None:
-        self._metrics.refused(reason)
-        link.send(Busy(frame.id, frame.epoch, reason, self._waits.retry_after, frame.choice))
-
-    async def _run(self, request: Request, frame: Decode, lease: Lease, place: PagePlace, link: LinkRequests) -> None:
+    def _enter(self, frame: Reserve | Decode, wants: Footprint, ttl: float | None, link: LinkRequests) -> Group | None:
+        """Validate, then take a ticket and a place in the queues and start the group's task. None: refused."""
+        key = (frame.id, frame.epoch)
+        task = (*key, GROUP if wants.n > 1 else 0)
         try:
-            with lease, place:
-                seq = await self._admit(request, frame, lease, place, link)
-                if seq is not None:
-                    lease.keep()  # from here on the sequence's end gives it back
-                    try:
-                        await self._generate(request, frame, seq, link)
-                    finally:
-                        self._loop.scheduler.retire(seq)
-        finally:
-            self._active -= 1
-            self.on_change()
-
-    async def _admit(
-        self, request: Request, frame: Decode, lease: Lease, place: PagePlace, link: LinkRequests
-    ) -> Sequence | None:
-        """Lease, slot and pages within the admission deadline; None: refused, and told so."""
-        started = trio.current_time()
+            self._validate(wants)
+            if self.draining:
+                self._busy(frame, link, "draining")
+                return None
+            lease = Lease(self.pool, wants.n)
+        except InvalidRequestError as error:
+            link.refuse(task, error)
+            return None
+        except QueueFullError:
+            self._busy(frame, link, "queue_full")
+            return None
         limit = math.inf if self._config.disable_admission else self._config.admission_timeout
         if frame.admission_timeout is not None:
-            limit = min(limit, frame.admission_timeout)
-        prompt_len = len(frame.token_ids)
-        reusable = prompt_len if frame.first is not None else prompt_len - 1
-        with trio.move_on_after(max(limit, 0.0)) as deadline:
-            request.enter("admission")
-            await lease.wait()
-            request.enter("pages")
-            pages, cached = await place.claim(frame.token_ids, reusable, self._total_pages(frame))
-        if deadline.cancelled_caught:
-            self._waits.add(trio.current_time() - started)
-            self._busy(frame, link, "timeout")
+            limit = min(limit, max(0.0, frame.admission_timeout))
+        group = self._groups[key] = Group(key, wants, lease, self._room.join(), ttl, trio.current_time() + limit)
+        link.start(task, self._run, group, link)
+        self.on_change()
+        return group
+
+    def _validate(self, wants: Footprint) -> None:
+        if wants.prompt_tokens < 1:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        if wants.max_tokens < 1:
+            raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
+        if not 1 <= wants.n <= self._slots.capacity:
+            raise InvalidRequestError(f"n must be 1 to {self._slots.capacity}, the slots of this node", param="n")
+        if wants.prompt_tokens + wants.max_tokens > self._max_len:
+            raise InvalidRequestError(
+                f"prompt and max_tokens are over the limit of {self._max_len} tokens", param="max_tokens"
+            )
+        if wants.pages(self._cache.page_size) > self._cache.num_pages:
+            raise InvalidRequestError("prompt and max_tokens need more KV pages than the node has", param="max_tokens")
+
+    def _busy(self, frame: Reserve | Decode | Group, link: LinkRequests, reason: BusyReason) -> None:
+        self._metrics.refused(reason)
+        link.send(Busy(frame.id, frame.epoch, reason, self._waits.retry_after))
+
+    async def _run(self, request: Request, group: Group, link: LinkRequests) -> None:
+        """The group's own task, from the queue to the last recycled slot."""
+        try:
+            with group.lease, group.place:
+                frame = await self._claimed(request, group, link)
+                if frame is None:
+                    return
+                seqs = await self._admit(request, group, frame, link)
+                if seqs is not None:
+                    await self._choices.serve(request, group, frame, seqs, link)
+        finally:
+            self._groups.pop(group.key, None)
+            self.on_change()
+
+    async def _claimed(self, request: Request, group: Group, link: LinkRequests) -> Decode | None:
+        """Wait for the lease, and for a reservation's first claim. None: refused, or expired."""
+        request.enter("admission")
+        with trio.move_on_at(group.deadline):
+            await group.lease.wait()
+        if not group.lease.granted:
+            self._timed_out(group, link)
             return None
-        slots = self._slots.allocate()
-        assert slots is not None, "a lease was granted without a free slot"
-        waited = trio.current_time() - started
+        if group.ttl is not None and not await self._committed(request, group, group.ttl, link):
+            return None
+        return group.first_claim()
+
+    async def _committed(self, request: Request, group: Group, ttl: float, link: LinkRequests) -> bool:
+        """Tell the Master that the slots are held, and until when the claim can come."""
+        request.enter("reserved")
+        link.send(Reserved(group.id, group.epoch, group.lease.waited))
+        group.place.park()
+        self._reserved += group.n
+        outcome: ReservationOutcome = "cancelled"
+        try:
+            with trio.move_on_at(group.lease.granted_at + ttl):
+                await group.committed.wait()
+            outcome = "claimed" if group.committed.is_set() else "expired"
+        finally:
+            self._reserved -= group.n
+            self._metrics.reservation_ended(outcome)
+        if outcome == "expired":
+            del self._groups[group.key]  # before anything else can run: a late claim finds nothing
+        return outcome == "claimed"
+
+    async def _admit(self, request: Request, group: Group, frame: Decode, link: LinkRequests) -> list[Sequence] | None:
+        """Slots and pages for all choices within the admission deadline; None: refused, and told so."""
+        request.enter("room")
+        started = trio.current_time()
+        room: Room | None = None
+        with trio.move_on_at(group.deadline):
+            room = await group.place.claim(self._choices.wish(frame))
+        if room is None:
+            self._timed_out(group, link)
+            return None
+        waited = group.lease.waited + trio.current_time() - started
         self._waits.add(waited)
         self._metrics.admitted(waited)
-        link.send(Admitted(frame.id, frame.epoch, frame.choice, waited))
-        return Sequence(
-            frame.id,
-            list(frame.token_ids),
-            prompt_len,
-            frame.params,
-            choices=(frame.choice,),
-            slot=slots[0],
-            pages=pages,
-            computed=cached * self._cache.page_size,
-            cached_tokens=cached * self._cache.page_size,
-            on_retired=partial(self._recycled, lease),
-        )
+        link.send(Admitted(group.id, group.epoch, waited=waited))
+        return self._choices.allot(frame, room, [partial(self._recycled, lease) for lease in group.lease.split()])
 
-    async def _generate(self, request: Request, frame: Decode, seq: Sequence, link: LinkRequests) -> None:
-        output = ChoiceOutput(frame, self._tokenizer, link)
-        if frame.first is not None:
-            token = frame.first.token_id
-            finish, stop_reason = self._loop.scheduler.judge(frame.params, token, 1, seq.prompt_len + 1)
-            if output.push(token, frame.first.logprob, finish, stop_reason):
-                link.send(Settled(frame.id, frame.epoch))
-                return
-            seq.tokens.append(token)
-        request.enter("transfer")
-        pulled = await self._pull(frame, seq)
-        link.send(Settled(frame.id, frame.epoch, pulled))
-        request.enter("decode")
-        outputs = self._loop.submit(seq)
-        if frame.first is None:
-            with trio.move_on_after(self._config.first_token_timeout) as deadline:
-                if self._take(await outputs.receive(), output):
-                    return
-            if deadline.cancelled_caught:
-                raise WorkerFailedError(f"no first token within {self._config.first_token_timeout:g} s")
-        while not self._take(await outputs.receive(), output):
-            pass
+    def _timed_out(self, group: Group, link: LinkRequests) -> None:
+        self._waits.add(trio.current_time() - group.arrived)
+        self._busy(group, link, "timeout")
 
-    def _recycled(self, lease: Lease) -> None:
+    def _recycled(self, lease: SubLease) -> None:
         lease.release()
+        self._room.pump()
         self.on_change()
-
-    def _take(self, out: SequenceOutput, output: ChoiceOutput) -> bool:
-        return output.push(out.token.token_id, out.token.logprob, out.finish, out.stop_reason)
-
-    async def _pull(self, frame: Decode, seq: Sequence) -> int:
-        """Bring the prompt's KV into the sequence's pages; only confirmed pages enter the prefix cache."""
-        page_size = self._cache.page_size
-        have, need = seq.computed // page_size, -(-seq.prompt_len // page_size)
-        if have < need:
-            try:
-                handle = _handles.decode(frame.handle)
-            except msgspec.DecodeError as error:
-                raise TransferError(f"unreadable KV handle: {error}") from error
-            if handle.tokens != seq.prompt_len:
-                raise TransferError(f"the KV handle is of {handle.tokens} tokens, the prompt has {seq.prompt_len}")
-            pull = self._owner.start_pull(handle, have, seq.pages[have:need])
-            outcome = "failed"
-            try:
-                await pull.wait()
-                outcome = "done"
-            finally:
-                self._metrics.transfer_finished(outcome)
-                if outcome != "done" and pull.abandon():
-                    # A READ still writes into these pages: they are the owner's until it is terminal.
-                    seq.pages = seq.pages[:have] + seq.pages[need:]
-        seq.computed = seq.prompt_len if frame.first is not None else seq.prompt_len - 1
-        self._cache.insert(seq.tokens[: seq.computed], seq.pages)
-        return max(0, need - have)

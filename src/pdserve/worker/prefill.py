@@ -9,7 +9,7 @@ import trio
 from pdserve.admission.waits import MeasuredWaits
 from pdserve.engine.scheduler import Sequence
 from pdserve.errors import InvalidRequestError
-from pdserve.wire.messages import Busy, FirstToken, NodeStats, Prefilled
+from pdserve.wire.messages import GROUP, Busy, FirstToken, NodeStats, Prefilled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdserve.engine.scheduler import SequenceOutput
     from pdserve.telemetry.metrics import WorkerMetrics
     from pdserve.transfer.owner import TransferOwner
-    from pdserve.wire.messages import BusyReason, Decode, Prefill
+    from pdserve.wire.messages import BusyReason, Decode, Prefill, Reserve
     from pdserve.worker.engine_loop import EngineLoop
     from pdserve.worker.requests import LinkRequests, Request
 
@@ -86,6 +86,9 @@ class PrefillNode:
         self._active += 1
         link.start(key, self._run, frame, seq, outputs, link)
         self.on_change()
+
+    def accept_reserve(self, frame: Reserve, link: LinkRequests) -> None:
+        link.refuse((frame.id, frame.epoch, GROUP), InvalidRequestError("this node does not decode"))
 
     def accept_decode(self, frame: Decode, link: LinkRequests) -> None:
         link.refuse((frame.id, frame.epoch, frame.choice), InvalidRequestError("this node does not decode"))

@@ -9,8 +9,9 @@ import attrs
 import trio
 
 from pdserve.errors import FatalError, RequestError, TransferError
+from pdserve.nurseries.groups import leaves
 from pdserve.wire.deltas import merge_deltas
-from pdserve.wire.messages import Failed
+from pdserve.wire.messages import GROUP, Failed
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -62,11 +63,21 @@ class LinkRequests:
         """Queue a load report; one that still waits is replaced."""
         self._outbox.data("stats", stats(), lambda old, new: new)
 
-    def start(self, key: Key, run: Callable[..., Awaitable[None]], *args: Any) -> None:  # noqa: ANN401
-        """Run `run(request, *args)` in a task of its own. Its failure becomes a `Failed` frame, never a silent end."""
+    def start(
+        self,
+        key: Key,
+        run: Callable[..., Awaitable[None]],
+        *args: Any,  # noqa: ANN401
+        nursery: trio.Nursery | None = None,
+    ) -> None:
+        """Run `run(request, *args)` in a task of its own, of the connection or of `nursery`.
+
+        Its failure becomes a `Failed` frame, never a silent end.
+        """
         request = Request(key, trio.CancelScope(), trio.current_time())
         self._requests[key] = request
-        self._connection.start_soon(self._run, request, run, *args, name=f"request {key[0]}/{key[1]}/{key[2]}")
+        start_soon = self._connection.start_soon if nursery is None else nursery.start_soon
+        start_soon(self._run, request, run, *args, name="request {}/{}/{}".format(*key))
 
     def refuse(self, key: Key, error: RequestError) -> None:
         """Tell the Master that this request ends here with `error`."""
@@ -76,12 +87,15 @@ class LinkRequests:
     def __contains__(self, key: Key) -> bool:
         return key in self._requests
 
-    def find(self, id_: str, epoch: int) -> list[Request]:
-        """The tasks of a request: one per choice."""
-        return [request for key, request in self._requests.items() if key[:2] == (id_, epoch)]
+    def find(self, id_: str, epoch: int, choice: int = GROUP) -> list[Request]:
+        """The tasks of a request: its own, and those of its choices; or that of one choice."""
+        return [
+            request for key, request in self._requests.items() if key[:2] == (id_, epoch) and choice in (GROUP, key[2])
+        ]
 
-    def cancel(self, id_: str, epoch: int) -> None:
-        for request in self.find(id_, epoch):
+    def cancel(self, id_: str, epoch: int, choice: int = GROUP) -> None:
+        """End them, and forget output that waits."""
+        for request in self.find(id_, epoch, choice):
             request.scope.cancel()
             self._outbox.discard(request.key)
 
@@ -103,13 +117,13 @@ class LinkRequests:
         try:
             with request.scope:
                 await run(request, *args)
-        except FatalError:
-            raise
         except RequestError as error:
             self.refuse(request.key, error)
         except TransferError as error:
             self._end(Failed(id_, epoch, "transfer_failed", f"the KV transfer failed: {error}", None, choice))
-        except Exception:
+        except Exception as error:
+            if any(isinstance(leaf, FatalError) for leaf in leaves(error)):
+                raise
             log.exception("request %s/%d failed", id_, epoch)
             self._end(Failed(id_, epoch, "worker_failed", "the worker failed while serving this request", None, choice))
         finally:

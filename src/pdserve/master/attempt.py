@@ -1,0 +1,274 @@
+"""One try of a request on one Prefill and one Decode node: prefill, admission, relay of all choices' output."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import trio
+
+from pdserve.errors import InvalidRequestError, NoWorkersError, RequestError, ServerBusyError, WorkerFailedError
+from pdserve.master.mailbox import AttemptMailbox, NodeLost
+from pdserve.wire.messages import (
+    GROUP,
+    Admitted,
+    Busy,
+    Cancel,
+    Decode,
+    Delta,
+    Failed,
+    Prefill,
+    Prefilled,
+    Release,
+    Renew,
+    Reserve,
+    Reserved,
+    Settled,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from pdserve.master.output import GenerationOutput
+    from pdserve.master.registry import Node, Registry
+    from pdserve.master.selector import Selector
+    from pdserve.master.service import GenerationRequest
+
+_RENEW_INTERVAL = 1.0
+"""Seconds between renewals of P's hold: the Master does not know P's `--hold-timeout`, which may be a few seconds."""
+
+
+class AttemptLostError(Exception):
+    """A node of the attempt was lost; before any output another attempt may follow."""
+
+    def __init__(self, node: Node, reason: str) -> None:
+        super().__init__(f"{node.role} node {node.node_id}: {reason}")
+        self.node = node
+
+
+class Attempt:
+    """Leaving the context, however, tells both nodes to give everything back.
+
+    `avoid`: nodes that are passed over where there are others. `admission_timeout` bounds the wait for Decode, over all
+    nodes that are asked; None: Decode is not asked to admit, several choices go out without a reservation.
+    """
+
+    def __init__(
+        self,
+        key: tuple[str, int],
+        spec: GenerationRequest,
+        output: GenerationOutput,
+        registry: Registry,
+        selector: Selector,
+        *,
+        avoid: Collection[str],
+        admission_timeout: float | None,
+        reservation_ttl: float,
+        on_phase: Callable[[str, tuple[str, ...]], None],
+    ) -> None:
+        """`key`: (request id, epoch). `on_phase` is told each phase and the nodes that serve it."""
+        self._key = key
+        self._spec = spec
+        self._output = output
+        self._registry = registry
+        self._selector = selector
+        self._avoid = avoid
+        self._admission_timeout = admission_timeout
+        self._reservation_ttl = reservation_ttl
+        self._on_phase = on_phase
+        self._mailbox = AttemptMailbox()
+        self._prefill: Node | None = None
+        self._decode: Node | None = None
+        self._open = set(range(spec.n))
+        """Choices that have not ended."""
+
+    async def __aenter__(self) -> Attempt:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        # Synchronous sends into the links' outboxes: nothing to wait for, so no shield is needed.
+        if self._decode is not None:
+            self._part(self._decode, Cancel(*self._key))
+        if self._prefill is not None:
+            self._part(self._prefill, Cancel(*self._key))
+
+    async def run(self) -> None:
+        """To the end of the last choice. Raises RequestError, and AttemptLostError when a node was lost."""
+        prefilled = await self._prefilled()
+        self._output.cached_tokens = prefilled.cached_tokens
+        await self._admitted(prefilled)
+        self._enter("decode")
+        while self._open:
+            await self._relay()
+        self._leave(self._decode)
+        self._decode = None
+
+    def _enter(self, phase: str) -> None:
+        self._on_phase(phase, tuple(node.node_id for node in (self._prefill, self._decode) if node is not None))
+
+    def _choose(self, full: Collection[str] = ()) -> tuple[Node, Node | None]:
+        """P, and a D that is not known to be `full`; None: all are."""
+        n = self._spec.n
+        prefills, decodes = self._registry.nodes("prefill"), self._registry.nodes("decode")
+        if not decodes or not prefills:
+            raise NoWorkersError(f"no {'Decode' if prefills else 'Prefill'} node is registered")
+        prefill = self._prefill or self._selector.prefill(prefills, self._spec.prompt_ids, self._avoid)
+        if prefill is None:
+            raise NoWorkersError("every Prefill node drains")
+        most = max(node.hello.capacity for node in decodes)
+        if n > most:
+            raise InvalidRequestError(f"n must be at most {most}, the most slots that a Decode node has", param="n")
+        decode = self._selector.decode(decodes, prefill, n, self._avoid, full)
+        if decode is None and not full:
+            raise NoWorkersError("no Decode node with the KV layout of a Prefill node takes requests")
+        return prefill, decode
+
+    async def _prefilled(self) -> Prefilled:
+        """Ask P; one that has begun to drain is passed over."""
+        spec = self._spec
+        while True:
+            prefill, _ = self._choose()
+            self._prefill = self._join(prefill)
+            self._enter("prefill")
+            prefill.assigned_tokens += len(spec.prompt_ids)
+            prefill.send(Prefill(*self._key, spec.prompt_ids, spec.params, spec.n))
+            match await self._next():
+                case Prefilled() as frame:
+                    return frame
+                case Busy() as busy:
+                    self._leave(prefill)
+                    self._prefill = None
+                    if busy.reason != "draining":
+                        raise _busy_error("the prefill queue is full, try again later", busy)
+                    _drains(prefill)
+                case frame:
+                    raise WorkerFailedError(f"unexpected {type(frame).__name__} before the prompt was computed")
+
+    async def _admitted(self, prefilled: Prefilled) -> None:
+        """Ask D; when its queue is full, one other D within what is left of the admission deadline."""
+        started = trio.current_time()
+        refusal: Busy | None = None
+        full: set[str] = set()
+        while True:
+            _, decode = self._choose(full)
+            if decode is None:
+                assert refusal is not None
+                raise _busy_error("Decode is full, try again later", refusal)
+            self._decode = self._join(decode)
+            self._enter("admission")
+            timeout = self._admission_timeout
+            left = None if timeout is None else max(0.0, timeout - (trio.current_time() - started))
+            match await self._ask(decode, prefilled, left):
+                case Admitted():
+                    return
+                case Busy() as busy:
+                    self._leave(decode)
+                    self._decode = None
+                    if busy.reason == "draining":
+                        _drains(decode)
+                        continue
+                    if full or busy.reason != "queue_full":
+                        raise _busy_error("Decode is full, try again later", busy)
+                    refusal = busy
+                    full.add(decode.node_id)
+                case frame:
+                    raise WorkerFailedError(f"unexpected {type(frame).__name__} before admission")
+
+    async def _ask(self, decode: Node, prefilled: Prefilled, left: float | None) -> msgspec.Struct:
+        """Send one choice, or reserve for several and send them as one batch. D's answer: admitted, or why not."""
+        spec = self._spec
+        reserve = spec.n > 1 and self._admission_timeout is not None
+        if reserve:
+            lengths = (len(spec.prompt_ids), spec.params.max_tokens)
+            decode.send(Reserve(*self._key, spec.n, *lengths, self._reservation_ttl, left))
+            answer = await self._next()
+            if not isinstance(answer, Reserved):
+                return answer
+        first = {token.choice: token for token in prefilled.first}
+        for choice in range(spec.n):
+            decode.send(
+                Decode(
+                    *self._key,
+                    spec.prompt_ids,
+                    spec.params,
+                    prefilled.handle,
+                    first.get(choice),
+                    choice,
+                    admission_timeout=left,
+                    n=spec.n,
+                    reserved=reserve,
+                )
+            )
+        return await self._next()
+
+    async def _relay(self) -> None:
+        """Handle one frame of the running generation. What comes of a choice that has ended changes nothing."""
+        match await self._next():
+            case Delta() as delta if delta.choice in self._open:
+                try:
+                    self._output.put(delta)
+                except WorkerFailedError as error:
+                    self._fail_choice(delta.choice, error)
+                    if self._decode is not None:
+                        self._decode.send(Cancel(*self._key, delta.choice))
+                else:
+                    if delta.finish is not None:
+                        self._open.remove(delta.choice)
+            case Failed() as failed if failed.choice in self._open:
+                self._fail_choice(failed.choice, _error_of(failed))
+            case Settled():
+                if self._prefill is not None:
+                    self._part(self._prefill, Release(*self._key))
+                    self._prefill = None
+
+    def _fail_choice(self, choice: int, error: RequestError) -> None:
+        """The others go on. Where there are none, the request has failed."""
+        if self._spec.n == 1:
+            raise error
+        self._output.fail_choice(choice, error)
+        self._open.remove(choice)
+
+    async def _next(self) -> msgspec.Struct:
+        """The next frame of this attempt; renews P's hold while nothing comes. Raises what fails the whole request."""
+        while True:
+            with trio.move_on_after(_RENEW_INTERVAL):
+                frame = await self._mailbox.next()
+                if isinstance(frame, NodeLost):
+                    # A node that this attempt no longer needs may go.
+                    if frame.node in (self._prefill, self._decode):
+                        raise AttemptLostError(frame.node, frame.reason)
+                    continue
+                if isinstance(frame, Failed) and (self._spec.n == 1 or frame.choice == GROUP):
+                    raise _error_of(frame)
+                return frame
+            if self._prefill is not None:
+                self._prefill.send(Renew(*self._key))
+
+    def _join(self, node: Node) -> Node:
+        if not self._registry.is_current(node):
+            raise AttemptLostError(node, "lost")
+        node.mailboxes[self._key] = self._mailbox
+        return node
+
+    def _leave(self, node: Node | None) -> None:
+        if node is not None:
+            node.mailboxes.pop(self._key, None)
+
+    def _part(self, node: Node, farewell: msgspec.Struct) -> None:
+        self._leave(node)
+        node.send(farewell)
+
+
+def _drains(node: Node) -> None:
+    """The node has said so in an answer, ahead of its next report: nothing is sent there any more."""
+    node.stats = msgspec.structs.replace(node.stats, draining=True)
+
+
+def _busy_error(message: str, busy: Busy) -> ServerBusyError:
+    return ServerBusyError(message, reason=busy.reason, retry_after=busy.retry_after)
+
+
+def _error_of(frame: Failed) -> RequestError:
+    if frame.code == InvalidRequestError.code:
+        return InvalidRequestError(frame.message, param=frame.param)
+    return WorkerFailedError(frame.message)
