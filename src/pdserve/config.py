@@ -111,6 +111,8 @@ class Faults:
     step_hang_after: int = 0
     """The engine hangs after so many steps; 0: never."""
     protocol_bump: bool = False
+    fail_choice: int = -1
+    """On Decode this choice of every request fails after its first token; -1: none."""
 
 
 _FAULT_PARSERS: dict[str, tuple[str, Callable[[str], bool | float | int]]] = {
@@ -119,6 +121,7 @@ _FAULT_PARSERS: dict[str, tuple[str, Callable[[str], bool | float | int]]] = {
     "transfer-fail": ("transfer_fail", int),
     "step-hang-after": ("step_hang_after", int),
     "protocol-bump": ("protocol_bump", bool),
+    "fail-choice": ("fail_choice", int),
 }
 
 
@@ -214,7 +217,7 @@ class MasterConfig(AdmissionConfig):
         ),
     ] = field(default=(), converter=_split_keys, repr=False)
     reservation_ttl: Annotated[
-        float, Parameter(help="Seconds a reservation for n > 1 stays unclaimed; no effect while n > 1 is refused.")
+        float, Parameter(help="Seconds that Decode keeps slots granted for n > 1 that the Master does not claim.")
     ] = field(default=5.0, validator=_more_than(0))
     request_timeout: Annotated[
         float,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 import pytest
 import trio
@@ -17,13 +18,16 @@ from pdserve.master.coordinator import Coordinator
 from pdserve.master.links import NodeLinks
 from pdserve.master.registry import Registry
 from pdserve.master.selector import Selector
-from pdserve.master.service import GenerationRequest
+from pdserve.master.service import ChoiceFailed, GenerationRequest
 from pdserve.telemetry.metrics import MasterMetrics
 from pdserve.text.models import load_model_card, resolve_model
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.transfer.memory_agent import MemoryAgent, MemoryNetwork
 from pdserve.wire.messages import SamplingParams
 from pdserve.worker.node import WorkerNode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FILES = resolve_model("sim-bytes")
 CARD = load_model_card(FILES, max_seq_len=4096)
@@ -39,7 +43,9 @@ BASE = {
 
 
 class Cluster:
-    def __init__(self, nursery: trio.Nursery, **master: object) -> None:
+    """One Master and the nodes that were started with it; `network` is shared where nodes serve several Masters."""
+
+    def __init__(self, nursery: trio.Nursery, *, network: MemoryNetwork | None = None, **master: object) -> None:
         config = MasterConfig(model="sim-bytes", **master)
         self.nursery = nursery
         self.registry, incarnation, metrics = Registry(), new_incarnation(), MasterMetrics()
@@ -64,13 +70,36 @@ class Cluster:
             retry=config.retry,
         )
         self.master = Master(self.registry, coordinator, CARD)
-        self.network = MemoryNetwork()
+        self.metrics = metrics
+        self.network = network or MemoryNetwork()
         self.nodes: list[WorkerNode] = []
         self.scopes: dict[str, trio.CancelScope] = {}
         self.server_ends: dict[str, trio.StapledStream] = {}
         self.client_ends: dict[str, trio.StapledStream] = {}
 
-    async def start(self, config: PrefillConfig | DecodeConfig) -> WorkerNode:
+    def dialler(self, node_id: str):
+        """Dials this Master for a node."""
+
+        async def dial(nursery: trio.Nursery):
+            client, server = trio.testing.memory_stream_pair()
+            self.client_ends[node_id], self.server_ends[node_id] = client, server
+            self.nursery.start_soon(self.links.handle, server)
+            return await wrap_client_stream(nursery, client, "master", "/")
+
+        return dial
+
+    def cut(self, node_id: str) -> None:
+        """The link of that node breaks."""
+        self.server_ends[node_id].send_stream.close()
+        self.server_ends[node_id].receive_stream.close()
+        self.client_ends[node_id].send_stream.close()
+        self.client_ends[node_id].receive_stream.close()
+
+    def node(self, node_id: str) -> WorkerNode:
+        return next(node for node in self.nodes if node.node_id == node_id)
+
+    async def start(self, config: PrefillConfig | DecodeConfig, others: Sequence[Cluster] = ()) -> WorkerNode:
+        """A node that serves this Master and those of `others`."""
         engine = SimEngine(
             card=CARD,
             vocab_size=TOKENIZER.vocab_size,
@@ -88,22 +117,18 @@ class Cluster:
             thread=None,
         )
 
-        async def dial(nursery: trio.Nursery):
-            client, server = trio.testing.memory_stream_pair()
-            self.client_ends[node.node_id], self.server_ends[node.node_id] = client, server
-            self.nursery.start_soon(self.links.handle, server)
-            return await wrap_client_stream(nursery, client, "master", "/")
-
         async def run(task_status=trio.TASK_STATUS_IGNORED):
             with trio.CancelScope() as scope:
                 self.scopes[node.node_id] = scope
-                await node.run([("memory", dial)], task_status=task_status)
+                dials = [(f"master {i}", it.dialler(node.node_id)) for i, it in enumerate((self, *others))]
+                await node.run(dials, task_status=task_status)
 
         await self.nursery.start(run)
         self.nodes.append(node)
         with trio.fail_after(30):
-            while not any(known.hello.incarnation == node.incarnation for known in self.registry.nodes()):
-                await trio.sleep(0.01)
+            for it in (self, *others):
+                while not any(known.hello.incarnation == node.incarnation for known in it.registry.nodes()):
+                    await trio.sleep(0.01)
         return node
 
     def mute(self, node_id: str) -> None:
@@ -125,6 +150,18 @@ class Cluster:
         with trio.fail_after(120):
             async with self.master.generate(self.request(prompt, **params)) as output:
                 return [token async for delta in output for token in delta.token_ids]
+
+    async def choices(self, prompt, n, **params) -> dict[int, list[int] | ChoiceFailed]:
+        """The ids of each choice, or how it failed."""
+        found: dict = {}
+        with trio.fail_after(120):
+            async with self.master.generate(self.request(prompt, n=n, **params)) as output:
+                async for item in output:
+                    if isinstance(item, ChoiceFailed):
+                        found[item.choice] = item
+                    else:
+                        found.setdefault(item.choice, []).extend(item.token_ids)
+        return found
 
     async def quiet(self, within: float = 1.0) -> None:
         """Every pool is at zero within `within` virtual seconds."""
@@ -151,6 +188,24 @@ async def _cluster(prefill=None, decode=None, decodes=1, **master):
         yield it
         await it.quiet()
         nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _two_masters(decode=None, **master):
+    async with trio.open_nursery() as nursery:
+        first = Cluster(nursery, **master)
+        second = Cluster(nursery, network=first.network, **master)
+        await first.start(PrefillConfig(**{**BASE, "node_id": "p0"}), [second])
+        await first.start(DecodeConfig(**{**BASE, "node_id": "d0", **(decode or {})}), [second])
+        yield first, second
+        await first.quiet()
+        nursery.cancel_scope.cancel()
+
+
+@pytest.fixture
+def two_masters():
+    """`async with two_masters(decode=…, **master) as (first, second)`: two Masters over p0 and d0; quiet at the end."""
+    return _two_masters
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Places in the queue for slots and pages: order of drawing, all or nothing, timeout, cancel, grant and cancel at once."""
+"""Places in the queue for slots and pages: order of drawing, all or nothing, timeout, cancel, grant and cancel."""
 
 from __future__ import annotations
 

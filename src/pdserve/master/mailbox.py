@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
@@ -33,37 +33,45 @@ class AttemptMailbox:
     """
 
     def __init__(self) -> None:
-        self._frames: deque[msgspec.Struct | NodeLost | int] = deque()
-        """In order of arrival; a number stands for the output of that choice."""
-        self._deltas: dict[int, Delta] = {}
+        self._frames: deque[_Waiting] = deque()
+        self._newest: dict[int, _Waiting] = {}
+        """The newest waiting delta of each choice."""
         self._arrived = trio.Event()
 
     def deliver(self, node: Node, frame: msgspec.Struct) -> None:
-        if isinstance(frame, Delta):
-            waiting = self._deltas.get(frame.choice)
-            if waiting is None:
-                self._deltas[frame.choice] = frame
-                self._frames.append(frame.choice)
-            elif _continues(frame, waiting):
-                self._deltas[frame.choice] = merge_deltas(waiting, frame)
-            else:
-                self._frames.append(frame)  # a gap, or after the end: for the reader to judge
+        if not isinstance(frame, Delta):
+            self._add(_Waiting(frame))
+            return
+        newest = self._newest.get(frame.choice)
+        if newest is not None and _continues(frame, newest.frame):
+            newest.frame = merge_deltas(newest.frame, frame)
         else:
-            self._frames.append(frame)
-        self._arrived.set()
+            self._newest[frame.choice] = waiting = _Waiting(frame)
+            self._add(waiting)
 
     def lost(self, node: Node, reason: str) -> None:
-        self._frames.append(NodeLost(node, reason))
-        self._arrived.set()
+        self._add(_Waiting(NodeLost(node, reason)))
 
     async def next(self) -> msgspec.Struct | NodeLost:
         """The next frame; the caller bounds the wait."""
         while not self._frames:
             self._arrived = trio.Event()
             await self._arrived.wait()
-        frame = self._frames.popleft()
-        return self._deltas.pop(frame) if isinstance(frame, int) else frame
+        waiting = self._frames.popleft()
+        if isinstance(waiting.frame, Delta) and self._newest.get(waiting.frame.choice) is waiting:
+            del self._newest[waiting.frame.choice]
+        return waiting.frame  # type: ignore[no-any-return]
+
+    def _add(self, waiting: _Waiting) -> None:
+        self._frames.append(waiting)
+        self._arrived.set()
 
 
-def _continues(frame: Delta, waiting: Delta) -> bool:
-    return waiting.finish is None and frame.start_index == waiting.start_index + len(waiting.token_ids)
+@attrs.define(eq=False)
+class _Waiting:
+    frame: Any
+    """A frame or NodeLost; a delta grows while it waits."""
+
+
+def _continues(new: Delta, old: Delta) -> bool:
+    return old.finish is None and new.start_index == old.start_index + len(old.token_ids)

@@ -17,7 +17,6 @@ from pdserve.worker.room import Wish
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from pdserve.config import DecodeConfig
     from pdserve.engine.radix import KvCache
     from pdserve.engine.scheduler import SequenceOutput
     from pdserve.telemetry.metrics import WorkerMetrics
@@ -35,17 +34,17 @@ class Choices:
 
     def __init__(
         self,
-        config: DecodeConfig,
         loop: EngineLoop,
         cache: KvCache,
         owner: TransferOwner,
         tokenizer: Tokenizer,
         metrics: WorkerMetrics,
+        first_token_timeout: float,
         *,
-        fail_choice: int | None = None,
+        fail_choice: int,
     ) -> None:
-        """`fail_choice` (test seam): this choice of every request fails after its first token."""
-        self._first_token_timeout = config.first_token_timeout
+        """`fail_choice` (test seam): this choice of every request fails after its first token; -1: none."""
+        self._first_token_timeout = first_token_timeout
         self._loop = loop
         self._cache = cache
         self._owner = owner

@@ -55,6 +55,8 @@ class DecodeNode:
         owner: TransferOwner,
         tokenizer: Tokenizer,
         metrics: WorkerMetrics,
+        *,
+        fail_choice: int = -1,
     ) -> None:
         self._config = config
         self._cache = cache
@@ -65,7 +67,9 @@ class DecodeNode:
         admits = not config.disable_admission
         self.pool = SlotAdmission(slots.capacity if admits else _UNLIMITED, config.queue_size if admits else None)
         self._room = RoomQueue(slots, cache)
-        self._choices = Choices(config, loop, cache, owner, tokenizer, metrics)
+        self._choices = Choices(
+            loop, cache, owner, tokenizer, metrics, config.first_token_timeout, fail_choice=fail_choice
+        )
         self._waits = MeasuredWaits()
         self._groups: dict[GroupKey, Group] = {}
         self._reserved = 0

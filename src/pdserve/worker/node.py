@@ -90,7 +90,16 @@ class WorkerNode:
                 config, self.loop, self.cache, self.owner, self.metrics, omit_first_token=faults.omit_first_token
             )
         else:
-            self.role = DecodeNode(config, self.loop, self.cache, self.slots, self.owner, tokenizer, self.metrics)
+            self.role = DecodeNode(
+                config,
+                self.loop,
+                self.cache,
+                self.slots,
+                self.owner,
+                tokenizer,
+                self.metrics,
+                fail_choice=faults.fail_choice,
+            )
         self.role.on_change = self._report
         self.masters = Masters(interval=config.resolve_interval)
         self._newer_protocol = faults.protocol_bump
