@@ -58,34 +58,6 @@ async def test_a_waiter_that_times_out_leaves_the_queue(autojump_clock):
     assert empty(pool)
 
 
-async def test_a_cancelled_head_lets_the_next_one_in(autojump_clock):
-    pool = SlotAdmission(2, 4)
-    held = Lease(pool)
-    scope, granted = trio.CancelScope(), trio.Event()
-
-    async def head():
-        with scope, Lease(pool, 2) as lease:
-            await lease.wait()
-            pytest.fail("the head never fits")
-
-    async def follower():
-        with Lease(pool) as lease:
-            await lease.wait()
-            granted.set()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(head)
-        await trio.testing.wait_all_tasks_blocked()
-        nursery.start_soon(follower)
-        await trio.testing.wait_all_tasks_blocked()
-        assert not granted.is_set()
-        scope.cancel()
-        with trio.fail_after(1):
-            await granted.wait()
-    held.release()
-    assert empty(pool)
-
-
 @pytest.mark.parametrize("grant_first", [True, False])
 async def test_grant_and_cancel_in_one_tick_lose_nothing(grant_first, autojump_clock):
     pool = SlotAdmission(1, 2)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -219,6 +220,7 @@ class Service:
                 'pdserve_leases{state="used"}',
                 "pdserve_slots_used",
                 "pdserve_slots_queued",
+                "pdserve_slots_reserved",
                 "pdserve_transfers_running",
                 "pdserve_holds",
                 'pdserve_kv_pages{state="pinned"}',
@@ -286,15 +288,26 @@ def service(tmp_path_factory):
         yield it
 
 
+@pytest.fixture(scope="session")
+def make_sim():
+    """Makes a service without a model, which starts in a few seconds: `make_sim(log, *flags)`."""
+    return lambda log, *flags: Service(log, "--engine", "sim", *flags)
+
+
 @pytest.fixture
-def sim(tmp_path):
-    """Makes a service of its own, without a model: starts in about a second."""
-    return lambda *flags: Service(tmp_path / "sim.log", "--engine", "sim", *flags)
+def sim(tmp_path, make_sim):
+    """Makes a service of its own, without a model."""
+    return partial(make_sim, tmp_path / "sim.log")
 
 
 @pytest.fixture(scope="session")
 def await_true():
     return wait_until
+
+
+@pytest.fixture(scope="session", name="free_ports")
+def free_ports_fixture():
+    return free_ports
 
 
 @pytest.fixture(scope="session")

@@ -9,13 +9,14 @@ import trio.testing
 from pdserve.errors import WorkerFailedError
 from pdserve.master.mailbox import AttemptMailbox, NodeLost
 from pdserve.master.output import GenerationOutput
+from pdserve.master.service import ChoiceFailed
 from pdserve.wire.messages import Admitted, Delta, Settled
 
 pytestmark = pytest.mark.trio
 
 
-def delta(start: int, *ids: int, text: str = "", finish=None) -> Delta:
-    return Delta("r", 1, start, ids, text, (), finish)
+def delta(start: int, *ids: int, text: str = "", finish=None, choice: int = 0) -> Delta:
+    return Delta("r", 1, start, ids, text, (), finish, choice=choice)
 
 
 async def test_frames_come_in_order_and_neighbouring_deltas_as_one(autojump_clock):
@@ -29,12 +30,21 @@ async def test_frames_come_in_order_and_neighbouring_deltas_as_one(autojump_cloc
         delta(4, 5, finish="stop"),
     ):
         box.deliver(None, frame)
-    assert [await box.next() for _ in range(4)] == [
+    assert [await box.next() for _ in range(3)] == [
         Admitted("r", 1),
-        delta(0, 1, 2, 3, text="ab"),
+        delta(0, 1, 2, 3, 4, 5, text="ab", finish="stop"),
         Settled("r", 1),
-        delta(3, 4, 5, finish="stop"),
     ]
+
+
+async def test_interleaved_choices_are_merged_each_by_itself(autojump_clock):
+    box = AttemptMailbox()
+    for i in range(100):
+        for choice in range(3):
+            box.deliver(None, delta(i, i, choice=choice))
+    assert [await box.next() for _ in range(3)] == [delta(0, *range(100), choice=choice) for choice in range(3)]
+    box.deliver(None, delta(100, 7, choice=1))
+    assert await box.next() == delta(100, 7, choice=1)
 
 
 async def test_a_gap_a_duplicate_and_what_follows_a_finish_are_not_merged_away(autojump_clock):
@@ -106,3 +116,27 @@ async def test_a_reader_that_waits_is_woken_by_the_error(autojump_clock):
         nursery.start_soon(fail)
         with trio.fail_after(2), pytest.raises(WorkerFailedError, match="gone"):
             await output.__anext__()
+
+
+async def test_one_choice_fails_and_the_others_go_on_to_their_end(autojump_clock):
+    output = GenerationOutput(7, 3)
+    output.put(delta(0, 1, choice=1))
+    output.put(delta(0, 5, finish="stop", choice=0))
+    error = WorkerFailedError("choice 1")
+    output.fail_choice(1, error)
+    output.put(delta(0, 6, finish="length", choice=2))
+    output.fail(WorkerFailedError("too late"))
+    assert [item async for item in output] == [
+        delta(0, 1, choice=1),
+        delta(0, 5, finish="stop", choice=0),
+        ChoiceFailed(1, error),
+        delta(0, 6, finish="length", choice=2),
+    ]
+
+
+async def test_a_choice_that_has_ended_takes_no_more_output(autojump_clock):
+    output = GenerationOutput(7, 2)
+    output.put(delta(0, 5, finish="stop", choice=0))
+    with pytest.raises(WorkerFailedError):
+        output.put(delta(1, 6, choice=0))
+    output.put(delta(0, 6, choice=1))

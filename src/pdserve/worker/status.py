@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -36,6 +37,7 @@ def status_app(role: Role, masters: Masters, metrics: WorkerMetrics) -> Starlett
 
     async def tree(request: Request) -> Response:
         page: dict[str, Any] = {
+            "load": msgspec.structs.asdict(role.stats()),
             "links": [link.snapshot() for link in masters.links],
             "unresolved": masters.unresolved,
             "tasks": snapshot(),
