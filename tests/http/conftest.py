@@ -75,6 +75,7 @@ class ScriptedMaster:
     script: object = attrs.field(factory=lambda: words("hel", "lo"))
     card: ModelCard = attrs.field(factory=lambda: ModelCard("sim-bytes", "w", "v", 1000))
     max_capacity: int = 4
+    room: int = 10_000
     ready: Readiness = attrs.field(factory=lambda: Readiness(True, ()))
     requests: list = attrs.field(factory=list)
     entered: trio.Event = attrs.field(factory=trio.Event)
@@ -91,6 +92,9 @@ class ScriptedMaster:
             self.left.set()
             if self.exit_error is not None:
                 raise self.exit_error
+
+    def output_room(self, prompt_tokens, n):
+        return self.room // n
 
     def readiness(self):
         return self.ready

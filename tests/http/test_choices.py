@@ -46,17 +46,17 @@ def by_index(chunks):
 @pytest.mark.parametrize(
     ("param", "choices", "told"),
     [
-        ("n", {"n": 0}, "at least 1"),
-        ("n", {"n": -1}, "at least 1"),
+        ("n", {"n": 0}, "1 to 128"),
+        ("n", {"n": -1}, "1 to 128"),
         ("n", {"n": True}, "integer"),
         ("n", {"n": 1.5}, "integer"),
         ("n", {"n": "2"}, "integer"),
         ("n", {"n": 5}, "at most 4"),
-        ("n", {"n": 10**30}, "at most 4"),
+        ("n", {"n": 10**30}, "1 to 128"),
         ("n", {"n": 5, "best_of": 6}, "at most 4"),
-        ("best_of", {"best_of": 0}, "at least 1"),
+        ("best_of", {"best_of": 0}, "1 to 128"),
         ("best_of", {"best_of": [2]}, "integer"),
-        ("best_of", {"n": 3, "best_of": 2}, "at least 3"),
+        ("best_of", {"n": 3, "best_of": 2}, "3 to 128"),
         ("best_of", {"n": 2, "best_of": 5}, "at most 4"),
     ],
 )
@@ -80,8 +80,8 @@ async def test_a_stream_cannot_choose_the_best(server, path):
 async def test_without_a_decode_node_there_is_no_limit_to_check(server):
     """The Master tells then that there are no workers."""
     server.master.max_capacity = 0
-    await server.client.post(COMPLETIONS, json={"prompt": "a", "n": 10**9})
-    assert server.master.requests[0].n == 10**9
+    await server.client.post(COMPLETIONS, json={"prompt": "a", "n": 128})
+    assert server.master.requests[0].n == 128
 
 
 async def test_best_of_choices_are_generated_with_logprobs_to_rank_them(server):
@@ -291,3 +291,11 @@ async def test_the_openai_client_takes_several_choices(server, streaming, words,
 
     expected = ["ab", "c", "def"]
     assert await trio.to_thread.run_sync(talk) == (expected, expected)
+
+
+@pytest.mark.parametrize(("n", "most"), [(1, 300), (3, 100)])
+async def test_a_chat_that_asks_for_no_length_gets_what_fits_for_all_its_choices(server, n, most):
+    server.master.room = 300
+    await server.client.post(CHAT, json=body_for(CHAT, n=n))
+    await server.client.post(CHAT, json={**body_for(CHAT, n=n), "max_tokens": 250})
+    assert [request.params.max_tokens for request in server.master.requests] == [most, 250]

@@ -311,3 +311,14 @@ async def test_a_prompt_is_held_on_prefill_until_the_last_choice_has_what_it_nee
                 async for _ in running:
                     pass
         assert found == expected(prompt_of(40), 3, 5)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 100])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+async def test_the_output_room_is_all_that_fits_and_not_a_token_more(length, n, cluster, autojump_clock):
+    async with cluster(decode={"kv_tokens": 16 * 30}) as it:
+        room = it.master.output_room(length, n)
+        found = await it.choices(prompt_of(length), n, max_tokens=room, **SAMPLED)
+        assert sorted(found) == list(range(n))
+        with pytest.raises(InvalidRequestError):
+            await it.choices(prompt_of(length), n, max_tokens=room + 17)

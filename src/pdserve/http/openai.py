@@ -66,7 +66,7 @@ class OpenAI:
             prompt="messages",
             prompt_tokens=len(prompt_ids),
             max_len=self._service.card.max_len,
-            default=None,
+            default=self._service.output_room(len(prompt_ids), options.choices.best_of),
         )
         reply = ChatReply(self._model_name, self._prompts.tokenizer, options)
         params = self._params(fields, max_tokens, logprobs, options.choices)

@@ -22,9 +22,9 @@ _MAX_STOP_CHARS = 1024
 
 
 def output_length(
-    fields: Fields, names: Sequence[str], *, prompt: str, prompt_tokens: int, max_len: int, default: int | None
+    fields: Fields, names: Sequence[str], *, prompt: str, prompt_tokens: int, max_len: int, default: int
 ) -> int:
-    """How many tokens may be generated: the first of `names` that is given, else `default`, else all that fits.
+    """How many tokens may be generated: the first of `names` that is given, else `default` as far as it fits.
 
     Raises InvalidRequestError naming `prompt` or the length when both together exceed `max_len` tokens.
     """
@@ -41,9 +41,7 @@ def output_length(
                 name, f"{value} is too many: with {prompt_tokens} prompt tokens the limit of {max_len} leaves {room}"
             )
     chosen = next((value for _, value in asked if value is not None), None)
-    if chosen is not None:
-        return chosen
-    return room if default is None else min(default, room)
+    return min(default, room) if chosen is None else chosen
 
 
 def sampling_params(

@@ -48,6 +48,17 @@ class Master:
     def max_capacity(self) -> int:
         return max((node.hello.capacity for node in self.registry.nodes("decode")), default=0)
 
+    def output_room(self, prompt_tokens: int, n: int) -> int:
+        """By what the nodes report of their KV pages; a node that has not reported yet sets no limit."""
+        rooms = []
+        for node in self.registry.nodes("decode"):
+            size, stats = node.hello.layout.page_size, node.stats
+            pages = stats.pages_free + stats.pages_cached + stats.pages_pinned + stats.pages_quarantined
+            if pages:
+                shared = (prompt_tokens - 1) // size
+                rooms.append((pages - shared) // n * size + shared * size - prompt_tokens)
+        return max(1, max(rooms, default=self.own_card.max_len))
+
     def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[GenerationOutput]:
         return self.coordinator.generate(request)
 

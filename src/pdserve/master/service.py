@@ -77,6 +77,13 @@ class MasterService(Protocol):
         """Largest capacity of any registered Decode node; 0 if none."""
         ...
 
+    def output_room(self, prompt_tokens: int, n: int) -> int:
+        """How many tokens each of `n` choices can have so that the KV of all fits on one Decode node; at least 1.
+
+        For requests that do not say how long their output may be.
+        """
+        ...
+
     def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[Generation]: ...
 
     def readiness(self) -> Readiness: ...
