@@ -10,6 +10,8 @@ import nox
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "types", "imports", "tests", "e2e"]
 
+BENCHES = {"admission": "scripts/bench/admission.py"}
+
 
 def python(session: nox.Session, *arguments: str) -> None:
     session.run(sys.executable, *arguments)
@@ -44,3 +46,11 @@ def tests(session: nox.Session) -> None:
 def e2e(session: nox.Session) -> None:
     """Real processes, real NIXL, real HTTP."""
     python(session, "-m", "pytest", "-m", "e2e", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Figures, by name: `nox -s bench -- admission`. What they mean: docs/performance.md."""
+    if len(session.posargs) != 1 or session.posargs[0] not in BENCHES:
+        session.error(f"name one bench after `--`: {', '.join(BENCHES)}")
+    python(session, BENCHES[session.posargs[0]])
