@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
-from pdserve.config import PrefillConfig
+from pdserve.config import DecodeConfig, PrefillConfig
 from pdserve.engine.sim import expected_tokens
 from pdserve.errors import NoWorkersError, WorkerFailedError
 from pdserve.wire.messages import SamplingParams
@@ -71,3 +71,25 @@ async def test_where_every_node_drains_the_service_is_unavailable_not_busy(index
         with pytest.raises(NoWorkersError):
             await it.ids(prompt_of(30), max_tokens=3)
         await it.quiet()
+
+
+async def test_a_node_that_loses_its_pages_to_a_transfer_without_end_drains_and_ends_to_be_replaced(
+    cluster, autojump_clock
+):
+    config = {**BASE, "node_id": "d0", "kv_tokens": 1024, "faults": "transfer-delay=100000", "drain_timeout": 20.0}
+    async with cluster(decodes=0) as it:
+        stuck = await it.start(DecodeConfig(**config))
+        it.dead.add(stuck.incarnation)
+        with trio.move_on_after(1):
+            await it.ids(prompt_of(300), max_tokens=5)
+        await trio.sleep(0.1)
+        assert stuck.owner.stats().quarantined == 19
+        with trio.fail_after(10):
+            while not stuck.role.draining:
+                await trio.sleep(0.1)
+        with trio.fail_after(25):
+            while stuck in it.nodes:
+                await trio.sleep(0.1)
+        assert it.registry.nodes("decode") == []
+        await it.start(DecodeConfig(**{**config, "faults": ""}))
+        assert await it.ids(prompt_of(300), max_tokens=5) == expected(prompt_of(300), 5)

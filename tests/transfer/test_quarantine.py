@@ -26,16 +26,20 @@ def test_twice_the_same_transfer_is_a_bug():
         quarantine.add(1, [3], now=0.0)
 
 
-def test_limit_needs_both_many_pages_and_a_long_time():
+def test_a_transfer_that_does_not_end_for_a_minute_is_over_the_limit():
     quarantine = Quarantine()
     assert quarantine.over_limit(100, 1e9) is None
-    quarantine.add(1, range(20), now=0.0)
+    quarantine.add(1, [3], now=10.0)
+    assert quarantine.over_limit(100, 70.0) is None
+    assert "60 s" in quarantine.over_limit(100, 70.1)
+    quarantine.terminal(1)
     assert quarantine.over_limit(100, 1e9) is None
+
+
+def test_a_quarter_of_the_pool_is_over_the_limit_unless_it_has_just_come():
+    quarantine = Quarantine()
+    quarantine.add(1, range(20), now=0.0)
+    assert quarantine.over_limit(100, 59.0) is None
     quarantine.add(2, range(20, 30), now=50.0)
-    assert quarantine.over_limit(100, 60.0) is None
-    assert quarantine.over_limit(100, 100.0) is None  # only 20 pages are old
-    message = quarantine.over_limit(100, 111.0)
-    assert message is not None
-    assert "30 of 100" in message
-    assert quarantine.over_limit(100, 111.0, share=0.5) is None
-    assert quarantine.over_limit(100, 111.0, seconds=200.0) is None
+    assert quarantine.over_limit(100, 54.0) is None
+    assert "30 of 100" in quarantine.over_limit(100, 55.1)

@@ -75,7 +75,7 @@ class TransferStatistics:
 
 
 class TransferOwner:
-    """See the module. Every method but `run` is synchronous, and called from the trio thread."""
+    """See the module. Every method but `run` and `wait_unfit` is synchronous; all are called from the trio thread."""
 
     metadata: TransferMetadata
     """Signed, for `Hello`. Set once `run` has started."""
@@ -134,6 +134,9 @@ class TransferOwner:
         """Handles to release."""
         self._progress = False
         self._closed = False
+        self.unfit = ""
+        """Why the process has to be replaced soon: too much is in quarantine."""
+        self._became_unfit = trio.Event()
 
     # --- life
 
@@ -170,6 +173,11 @@ class TransferOwner:
         if destroyed:
             self._reads.clear()
         self._holds.end_all("released")
+
+    async def wait_unfit(self) -> str:
+        """Return once too much is in quarantine, with the reason: only the process's end frees such pages."""
+        await self._became_unfit.wait()
+        return self.unfit
 
     def stats(self) -> TransferStatistics:
         return TransferStatistics(
@@ -279,8 +287,9 @@ class TransferOwner:
         for call, result in zip(calls, await self._calls.run(calls, patience), strict=True):
             call.then(result)
         now = trio.current_time()
-        if (reason := self._quarantine.over_limit(self._total_pages, now)) is not None:
-            raise FatalError(reason)
+        if not self.unfit and (reason := self._quarantine.over_limit(self._total_pages, now)) is not None:
+            self.unfit = reason
+            self._became_unfit.set()
         return self._progress
 
     def _patience(self, calls: Sequence[Call]) -> float:

@@ -9,6 +9,11 @@ import attrs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_SHARE = 0.25
+_GRACE = 5.0
+_PATIENCE = 60.0
+"""Seconds. See `over_limit`."""
+
 
 @attrs.frozen
 class _Entry:
@@ -53,15 +58,15 @@ class Quarantine:
             return now - entry.since
         return 0.0
 
-    def over_limit(self, total_pages: int, now: float, share: float = 0.25, seconds: float = 60.0) -> str | None:
-        """Why the agent has to be destroyed, which alone ends such transfers for certain; None while it need not.
+    def over_limit(self, total_pages: int, now: float) -> str | None:
+        """Why this process has to end, which alone ends such transfers for certain; None while it need not.
 
-        That is when pages in here for longer than `seconds` are more than `share` of the pool: a stopped peer may
-        cost some pages for as long as it likes, but not the node's capacity.
+        That is when a transfer does not end for a minute, or when such pages are over a quarter of the pool. Those of
+        the last seconds do not count there: many clients may leave at once, and most transfers end at once.
         """
-        if self._pages <= share * total_pages or self.oldest_age(now) <= seconds:
-            return None
-        stuck = sum(len(entry.pages) for entry in self._entries.values() if now - entry.since > seconds)
-        if stuck <= share * total_pages:
-            return None
-        return f"{stuck} of {total_pages} KV pages have waited over {seconds:g} s for transfers that do not end"
+        if self.oldest_age(now) > _PATIENCE:
+            return f"a KV transfer has not ended {_PATIENCE:g} s after its request has left it"
+        stuck = sum(len(entry.pages) for entry in self._entries.values() if now - entry.since > _GRACE)
+        if stuck > _SHARE * total_pages:
+            return f"{stuck} of {total_pages} KV pages wait for transfers that do not end"
+        return None

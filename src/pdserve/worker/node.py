@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, NoReturn
 
 import trio
 
@@ -10,6 +11,7 @@ from pdserve.config import DecodeConfig, PrefillConfig, parse_faults
 from pdserve.engine.radix import KvCache
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.slots import SlotPool
+from pdserve.errors import FatalError
 from pdserve.ids import new_incarnation
 from pdserve.telemetry.metrics import WorkerMetrics
 from pdserve.transfer.owner import TransferOwner
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from pdserve.worker.dial import Dial
     from pdserve.worker.masters import Source
     from pdserve.worker.thread import OwnerThread
+
+log = logging.getLogger("pdserve.worker")
 
 
 class WorkerNode:
@@ -114,12 +118,15 @@ class WorkerNode:
         status_url: str = "",
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Serve the Masters until `drain` has let everything finish. Raises FatalError (alone or in a group) when the
-        engine or the transfer owner fails. Started: the fixed links dial, the names are looked up.
+        """Serve the Masters until `drain` has let everything finish. Started: links dial, names are looked up.
+
+        Raises FatalError (alone or in a group) when the engine or the transfer owner fails, and when too many pages are
+        lost to transfers that do not end; then what runs has its time to finish first.
         """
         async with trio.open_nursery() as nursery:
             await nursery.start(self.owner.run, name="transfer owner")
             nursery.start_soon(self.loop.run, name="engine loop")
+            nursery.start_soon(self._watch_transfers, name="quarantine watch")
             hello = self._hello(status_url)
 
             def link_to(url: str, dial: Dial) -> MasterLink:
@@ -149,14 +156,23 @@ class WorkerNode:
 
     async def drain(self) -> None:
         """Take nothing new, tell the Masters, give what runs `--drain-timeout` seconds, then end `run`."""
+        await self._finish()
+        self._leave.set()
+
+    async def _finish(self) -> None:
         self.role.draining = True
         for link in self.links:
             link.announce_drain()
         with trio.move_on_after(self.config.drain_timeout):
             while not self.role.idle:
-                self._changed = trio.Event()
                 await self._changed.wait()
-        self._leave.set()
+
+    async def _watch_transfers(self) -> NoReturn:
+        """A node whose transfers do not end loses its pages to them: it drains, and its process is replaced."""
+        reason = await self.owner.wait_unfit()
+        log.error("draining, to be started again: %s", reason)
+        await self._finish()
+        raise FatalError(reason)
 
     def check_integrity(self, *, quiet: bool = False) -> None:
         """Raises AssertionError when a pool's counts disagree; with `quiet` also when anything is still in use (I1)."""
@@ -188,6 +204,7 @@ class WorkerNode:
 
     def _report(self) -> None:
         self._changed.set()
+        self._changed = trio.Event()
         for link in self.links:
             link.report()
 
