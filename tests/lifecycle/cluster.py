@@ -29,6 +29,8 @@ from pdserve.worker.node import WorkerNode
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdserve.worker.decode import DecodeNode
+
 FILES = resolve_model("sim-bytes")
 CARD = load_model_card(FILES, max_seq_len=4096)
 TOKENIZER = load_tokenizer(FILES)
@@ -184,3 +186,18 @@ class Cluster:
                     return
         for node in self.nodes:
             node.check_integrity(quiet=True)
+
+
+def note_grants(role: DecodeNode) -> list[str]:
+    """The ids of requests, in the order in which they are granted slots and pages from now on."""
+    granted, enter = [], role._enter
+
+    def entered(*args):
+        group = enter(*args)
+        if group is not None:
+            grant = group.place.grant
+            group.place.grant = lambda room: (granted.append(group.id), grant(room))
+        return group
+
+    role._enter = entered
+    return granted

@@ -11,6 +11,7 @@ import trio
 import trio.testing
 from trio_websocket import wrap_client_stream
 
+from lifecycle.cluster import note_grants
 from pdserve.config import DecodeConfig
 from pdserve.errors import ServerBusyError, WorkerFailedError
 from pdserve.wire.codec import decode_from_master, encode
@@ -185,19 +186,14 @@ async def test_one_idle_master_leaves_all_slots_to_the_other(two_masters, autoju
 async def test_two_busy_masters_are_served_in_order_of_arrival(two_masters, autojump_clock):
     limits = {"max_running_requests": 4, "admission_queue_size": 100, "admission_timeout": 600.0, **BIG}
     async with two_masters(decode=limits, admission_timeout=600.0) as masters:
-        role, arrived, granted = masters[0].node("d0").role, [], []
-        accept, admit = role.accept_decode, role._admit
+        role, arrived = masters[0].node("d0").role, []
+        accept, granted = role.accept_decode, note_grants(role)
 
         def note(frame, link):
             arrived.append(frame.id)
             accept(frame, link)
 
-        async def admitted(request, group, frame, link):
-            seqs = await admit(request, group, frame, link)
-            granted.append(frame.id)
-            return seqs
-
-        role.accept_decode, role._admit = note, admitted
+        role.accept_decode = note
 
         async def ask(master, salt):
             await master.ids(prompt_of(9, salt), max_tokens=2 + salt % 7)

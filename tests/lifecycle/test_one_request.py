@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import trio
 
+from lifecycle.cluster import note_grants
 from pdserve.config import DecodeConfig
 from pdserve.engine.sim import expected_tokens
 from pdserve.errors import DeadlineExceededError, NoWorkersError, ServerBusyError, WorkerFailedError
@@ -117,20 +118,14 @@ async def test_frames_of_one_burst_are_granted_in_their_order(cluster, autojump_
         prefill={"max_running_requests": 200, "kv_tokens": 65536, "hold_share": 1.0},
         admission_timeout=500.0,
     ) as it:
-        arrived, granted = [], []
-        role = it.nodes[1].role
-        accept, admit = role.accept_decode, role._admit
+        arrived, role = [], it.nodes[1].role
+        accept, granted = role.accept_decode, note_grants(role)
 
         def note(frame, link):
             arrived.append(frame.id)
             accept(frame, link)
 
-        async def admitted(request, group, frame, link):
-            seq = await admit(request, group, frame, link)
-            granted.append(frame.id)
-            return seq
-
-        role.accept_decode, role._admit = note, admitted
+        role.accept_decode = note
         async with trio.open_nursery() as nursery:
             for i in range(200):
                 nursery.start_soon(partial(it.ids, prompt_of(10, salt=i), max_tokens=3))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import trio
 
-from pdserve.wire.messages import Admitted, Decode, FirstToken, SamplingParams
+from lifecycle.cluster import note_grants
+from pdserve.wire.messages import Decode, FirstToken, SamplingParams
 
 COUNT = 200
 
@@ -17,19 +18,12 @@ async def test_a_burst_is_admitted_in_frame_order(kv_tokens, cluster, autojump_c
     async with cluster(decode={**limits, "kv_tokens": kv_tokens}) as it:
         node = it.nodes[1]
         link = node.links[0]._requests
-        admitted, send = [], link.send
-
-        def note(frame):
-            if isinstance(frame, Admitted):
-                admitted.append(int(frame.id))
-            send(frame)
-
-        link.send = note
+        granted = note_grants(node.role)
         for i in range(COUNT):  # the first token ends each: slots and pages come free many at a time
             params = SamplingParams(max_tokens=100 if i % 2 else 20, temperature=0.0)
             frame = Decode(str(i), 1, (65,), params, b"", FirstToken(min(node.loop.engine.eos_token_ids)))
             node.role.accept_decode(frame, link)
         with trio.fail_after(600):
-            while len(admitted) < COUNT:
+            while len(granted) < COUNT:
                 await trio.sleep(0.1)
-        assert admitted == list(range(COUNT))
+        assert granted == [str(i) for i in range(COUNT)]

@@ -41,10 +41,17 @@ def pages(number: int, slots: int = 1) -> Wish:
     return Wish(slots, [1], 0, number)
 
 
-async def test_room_that_is_there_is_claimed_without_a_checkpoint(cache, slots, queue, autojump_clock):
+async def get(place, wish: Wish):
+    """Ask for a room and wait for it."""
+    place.ask(wish)
+    await place.wait()
+    return place.take()
+
+
+async def test_room_that_is_there_is_granted_in_the_call(cache, slots, queue, autojump_clock):
     with queue.join() as place, trio.CancelScope() as scope:
         scope.cancel()
-        room = await place.claim(Wish(3, [1, 2, 3], 3, 2))
+        room = await get(place, Wish(3, [1, 2, 3], 3, 2))
     assert (len(room.slots), len(room.pages), room.cached) == (3, 2, 0)
     assert (free(cache), slots.free) == (2, 1)
     queue.give_back(room)
@@ -54,30 +61,27 @@ async def test_room_that_is_there_is_claimed_without_a_checkpoint(cache, slots, 
 async def test_cached_pages_come_first(cache, queue, autojump_clock):
     tokens = list(range(8))
     with queue.join() as place:
-        room = await place.claim(Wish(1, tokens, 8, 2))
+        room = await get(place, Wish(1, tokens, 8, 2))
     cache.insert(tokens, room.pages)
     queue.give_back(room)
     with queue.join() as place:
-        again = await place.claim(Wish(1, tokens, 7, 3))
+        again = await get(place, Wish(1, tokens, 7, 3))
     assert (again.pages[0], again.cached) == (room.pages[0], 1)
 
 
-async def test_a_place_drawn_earlier_is_served_earlier_though_it_asks_later(cache, queue, autojump_clock):
-    order = []
-    with queue.join() as first, queue.join() as second:
-
-        async def ask(name, place):
-            room = await place.claim(pages(3))
-            order.append(name)
-            queue.give_back(room)
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask, "second", second)
-            await trio.testing.wait_all_tasks_blocked()
-            assert order == []
-            nursery.start_soon(ask, "first", first)
-    assert order == ["first", "second"]
-    assert free(cache) == 4
+async def test_those_who_asked_are_served_in_the_order_of_their_places_whatever_the_order_of_tasks(autojump_clock):
+    cache, order = KvCache(50, PAGE), []
+    queue = RoomQueue(SlotPool(50), cache)
+    cache.on_available = queue.pump
+    held, _ = cache.claim([], 0, 50)
+    places = [queue.join() for _ in range(50)]
+    for i in reversed(range(50)):  # the order of asking is not the order of the queue
+        grant = places[i].grant
+        places[i].grant = lambda room, i=i, grant=grant: (order.append(i), grant(room))
+        places[i].ask(pages(1))
+    assert order == []
+    cache.release(held)
+    assert order == list(range(50))
 
 
 async def test_a_head_that_does_not_fit_is_not_overtaken_and_lets_the_next_in_when_it_times_out(
@@ -88,12 +92,12 @@ async def test_a_head_that_does_not_fit_is_not_overtaken_and_lets_the_next_in_wh
 
     async def head():
         with queue.join() as place, trio.move_on_after(2) as scope:
-            await place.claim(pages(3))
+            await get(place, pages(3))
         assert scope.cancelled_caught
 
     async def small(place):
         with place:
-            room = await place.claim(pages(1))
+            room = await get(place, pages(1))
             claimed.set()
             queue.give_back(room)
 
@@ -116,7 +120,7 @@ async def test_grant_and_cancel_in_one_tick_lose_nothing(cache, slots, queue, gr
 
     async def waiter():
         with scope, queue.join() as place:
-            taken.append(await place.claim(pages(2, slots=3)))
+            taken.append(await get(place, pages(2, slots=3)))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(waiter)
@@ -132,7 +136,7 @@ async def test_grant_and_cancel_in_one_tick_lose_nothing(cache, slots, queue, gr
 async def test_slots_are_rolled_back_where_the_pages_do_not_fit(cache, slots, queue, autojump_clock):
     held, _ = cache.claim([], 0, 3)
     with queue.join() as place, trio.move_on_after(1) as scope:
-        await place.claim(pages(2, slots=3))
+        await get(place, pages(2, slots=3))
     assert scope.cancelled_caught
     assert slots.used == 0
     cache.release(held)
@@ -144,7 +148,7 @@ async def test_a_wait_for_slots_takes_no_page_and_ends_when_all_of_them_are_free
 
     async def waiter():
         with queue.join() as place:
-            got.append(await place.claim(pages(1, slots=2)))
+            got.append(await get(place, pages(1, slots=2)))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(waiter)
@@ -159,28 +163,29 @@ async def test_a_wait_for_slots_takes_no_page_and_ends_when_all_of_them_are_free
     assert (free(cache), slots.used) == (4, 0)
 
 
-async def test_a_parked_place_is_passed_and_comes_first_again_when_it_is_claimed(cache, slots, queue, autojump_clock):
+async def test_a_place_that_has_not_asked_is_passed_and_comes_first_again_when_it_asks(
+    cache, slots, queue, autojump_clock
+):
     held, order = slots.allocate(4), []
 
-    async def ask(name, place):
+    async def use(name, place):
         with place:
-            order.append((name, await place.claim(pages(1, slots=4))))
+            room = await get(place, pages(1, slots=4))
+            order.append(name)
             await trio.sleep(1)
-            queue.give_back(order[-1][1])
-            queue.pump()
+            queue.give_back(room)
 
     reservation, later, last = queue.join(), queue.join(), queue.join()
-    reservation.park()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(ask, "later", later)
-        nursery.start_soon(ask, "last", last)
+        nursery.start_soon(use, "later", later)
+        nursery.start_soon(use, "last", last)
         await trio.testing.wait_all_tasks_blocked()
         slots.release(held)
         queue.pump()
         await trio.testing.wait_all_tasks_blocked()
-        reservation.unpark()
-        nursery.start_soon(ask, "reservation", reservation)
-    assert [name for name, _ in order] == ["later", "reservation", "last"]
+        nursery.start_soon(use, "reservation", reservation)
+    assert sorted(order[:1]) in (["last"], ["later"])
+    assert order.index("reservation") == 1
     assert (free(cache), slots.used) == (4, 0)
 
 
@@ -188,26 +193,49 @@ async def test_a_place_left_without_asking_makes_way(cache, queue, autojump_cloc
     with queue.join():
         blocked = queue.join()
     with blocked, trio.fail_after(1):
-        room = await blocked.claim(pages(4))
+        room = await get(blocked, pages(4))
     queue.give_back(room)
     assert free(cache) == 4
 
 
-async def test_fifty_places_freed_at_once_are_taken_in_order(autojump_clock):
-    cache = KvCache(50, PAGE)
-    queue = RoomQueue(SlotPool(50), cache)
+async def test_a_place_left_while_its_room_is_granted_and_not_taken_gives_it_to_the_next(
+    cache, slots, queue, autojump_clock
+):
+    with queue.join() as first:
+        first.ask(pages(4))
+        second = queue.join()
+        second.ask(pages(4))
+        assert (free(cache), slots.used) == (0, 1)
+    assert second.take() is not None
+
+
+async def test_pages_that_become_shareable_let_the_head_in(autojump_clock):
+    cache = KvCache(4, PAGE)
+    queue = RoomQueue(SlotPool(4), cache)
     cache.on_available = queue.pump
-    held, _ = cache.claim([], 0, 50)
-    order = []
+    tokens = list(range(12))
+    mine, _ = cache.claim(tokens, 12, 3)
+    with queue.join() as place:
+        place.ask(Wish(1, tokens, 12, 4))
+        assert place.take() is None
+        cache.insert(tokens, mine)
+        room = place.take()
+        assert (room.cached, room.pages[:3]) == (3, mine)
+        queue.give_back(room)
+    cache.release(mine)
+    assert free(cache) == 4
 
-    async def ask(i, place):
-        with place:
-            await place.claim(pages(1))
-            order.append(i)
 
-    async with trio.open_nursery() as nursery:
-        for i in range(50):
-            nursery.start_soon(ask, i, queue.join())
-        await trio.testing.wait_all_tasks_blocked()
-        cache.release(held)
-    assert order == list(range(50))
+async def test_slots_given_back_with_pages_that_stay_shared_let_the_next_in(cache, slots, queue, autojump_clock):
+    tokens = list(range(8))
+    mine, _ = cache.claim(tokens, 8, 2)
+    cache.insert(tokens, mine)
+    with queue.join() as first, queue.join() as second:
+        first.ask(Wish(4, tokens, 8, 2))
+        second.ask(Wish(1, tokens, 8, 2))
+        room = first.take()
+        queue.give_back(room)
+        room = second.take()
+        queue.give_back(room)
+    cache.release(mine)
+    assert (free(cache), slots.used) == (4, 0)

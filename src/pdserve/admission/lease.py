@@ -9,6 +9,7 @@ import trio
 from pdserve.admission.pool import TicketState
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from pdserve.admission.pool import SlotAdmission, Ticket
@@ -22,10 +23,12 @@ class Lease:
     """
 
     def __init__(self, pool: SlotAdmission, n: int = 1) -> None:
+        self.on_grant: Callable[[], None] = lambda: None
+        """Called in the very moment of a grant that had to be waited for."""
         self._pool = pool
         self._asked = self.granted_at = trio.current_time()
         self._ticket = pool.request(n)
-        self._granted = trio.Event()
+        self._changed = trio.Event()
         self._ticket.on_grant = self._on_grant
 
     @property
@@ -38,9 +41,14 @@ class Lease:
         return self.granted_at - self._asked
 
     async def wait(self) -> None:
-        """Return once the slots are held. The caller bounds it (`trio.fail_at`)."""
+        """Return once the slots are held. The caller bounds it (`trio.move_on_at`).
+
+        Raises RuntimeError when they were given back, or split, instead.
+        """
+        if self._ticket.state is TicketState.WAITING:
+            await self._changed.wait()
         if not self.granted:
-            await self._granted.wait()
+            raise RuntimeError("the lease is over")
 
     def split(self) -> tuple[SubLease, ...]:
         """Hand the held slots over, one by one: each sub-lease is released with its own slot.
@@ -51,10 +59,12 @@ class Lease:
 
     def release(self) -> None:
         self._pool.close(self._ticket)
+        self._changed.set()
 
     def _on_grant(self) -> None:
         self.granted_at = trio.current_time()
-        self._granted.set()
+        self._changed.set()
+        self.on_grant()
 
     def __enter__(self) -> Lease:
         return self

@@ -31,7 +31,8 @@ class KvCache:
     """
 
     on_available: Callable[[], None] | None
-    """Called after a `release` or `unquarantine` has made pages available. The callback may use the cache freely; what
+    """Called after a `release` or `unquarantine` has made pages available, and after an `insert`, which may let a claim
+    fit that shares the new pages. The callback may use the cache freely; what
     it releases itself calls it again only if more is then available than when it was called, so that an attempt that
     pins, fails and releases cannot go round for ever."""
 
@@ -110,15 +111,19 @@ class KvCache:
             raise RuntimeError(f"{len(tokens)} tokens do not fit on {len(pages)} pages")
         self._tick += 1
         node = self._root
+        grown = False
         for key, page in zip(self._keys(tokens, full), pages, strict=False):
             child = node.children.get(key)
             if child is None:
                 if self._pool.holds(page):
-                    return
+                    break
                 child = self._grow(node, key, page)
+                grown = True
             else:
                 self._touch(child)
             node = child
+        if grown:
+            self._announce(-1)
 
     def pin(self, pages: Iterable[int]) -> None:
         """One more reference on each page, which is pinned or cached already."""

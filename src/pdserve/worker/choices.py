@@ -92,49 +92,50 @@ class Choices:
             )
         return seqs
 
-    async def serve(
-        self, request: Request, group: Group, frame: Decode, seqs: list[Sequence], link: LinkRequests
-    ) -> None:
-        """Run all choices to their end; `frame` is the first claim. Retires every sequence, however it is left.
+    async def serve(self, request: Request, group: Group, seqs: list[Sequence], link: LinkRequests) -> None:
+        """Run all choices to their end. Retires every sequence, however it is left.
 
         Raises TransferError and RequestError of the whole group; the failure of one choice among several is told to
         the Master and ends nothing else.
         """
+        frame = group.first
         kv = PromptKv(self._owner, self._cache, self._metrics, frame, seqs, _computed(frame))
         try:
             if group.n == 1:
                 await self._generate(request, frame, seqs[0], partial(kv.pull, link), link)
             else:
-                await self._serve_all(group, frame, seqs, kv, link)
+                await self._serve_all(group, seqs, kv, link)
             kv.settle(link)
         finally:
             for seq in seqs:
                 self._loop.scheduler.retire(seq)
 
-    async def _serve_all(
-        self, group: Group, first: Decode, seqs: list[Sequence], kv: PromptKv, link: LinkRequests
-    ) -> None:
+    async def _serve_all(self, group: Group, seqs: list[Sequence], kv: PromptKv, link: LinkRequests) -> None:
         """Each choice is a task of its own, ended by itself; the transfer is nobody's but the group's."""
         failure: TransferError | None = None
         left, pulling = group.n, trio.CancelScope()
 
-        async def run(request: Request, frame: Decode, seq: Sequence) -> None:
+        def end(seq: Sequence) -> None:
             nonlocal left
+            self._loop.scheduler.retire(seq)
+            left -= 1
+            if not left:
+                pulling.cancel()  # nobody needs the KV any more
+
+        async def run(request: Request, frame: Decode, seq: Sequence) -> None:
             try:
                 await self._generate(request, frame, seq, kv.wait, link)
             finally:
-                self._loop.scheduler.retire(seq)
-                left -= 1
-                if not left:
-                    pulling.cancel()  # nobody needs the KV any more
+                end(seq)
 
         async def start_claimed() -> None:
-            frame = first
-            for count in range(1, group.n + 1):
-                key = (frame.id, frame.epoch, frame.choice)
-                link.start(key, run, frame, seqs[frame.choice], nursery=nursery)
-                if count < group.n:
-                    frame = await group.next_claim()
+            for index in range(group.n):
+                choice = await group.arrival(index)
+                frame = group.frame(choice)
+                if frame is None:
+                    end(seqs[choice])
+                else:
+                    link.start((*group.key, choice), run, frame, seqs[choice], nursery=nursery)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(start_claimed, name=f"claims {group.id}/{group.epoch}")

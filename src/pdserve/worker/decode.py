@@ -28,11 +28,10 @@ if TYPE_CHECKING:
     from pdserve.telemetry.metrics import ReservationOutcome, WorkerMetrics
     from pdserve.text.tokenizer import Tokenizer
     from pdserve.transfer.owner import TransferOwner
-    from pdserve.wire.messages import BusyReason, Decode, Prefill, Reserve
+    from pdserve.wire.messages import BusyReason, Cancel, Decode, Prefill, Reserve
     from pdserve.worker.engine_loop import EngineLoop
     from pdserve.worker.group import GroupKey
     from pdserve.worker.requests import LinkRequests, Request
-    from pdserve.worker.room import Room
 
 _UNLIMITED = 2**31
 """Capacity of the pool of a node without admission: every lease is granted, requests wait for room only."""
@@ -42,8 +41,9 @@ class DecodeNode:
     """Serves `Reserve` and `Decode` frames of any number of Masters; the only authority over its slots.
 
     A request takes a lease (FIFO over all Masters), then request slots and the worst-case pages for all its choices,
-    within the admission deadline. Ticket and place in the queue are both drawn in the order in which the link readers
-    decode the frames. Each slot's part of the lease is given back when the slot has been recycled, in every path.
+    within the admission deadline. Ticket and place in the queue are both drawn, and both granted, in the order in which
+    the link readers decode the frames. Each slot's part of the lease is given back when the slot has been recycled, in
+    every path.
     """
 
     def __init__(
@@ -87,15 +87,23 @@ class DecodeNode:
 
     def accept_reserve(self, frame: Reserve, link: LinkRequests) -> None:
         """Validate and draw the ticket of the admission queue, synchronously; then a task does the rest."""
-        footprint = Footprint(frame.prompt_tokens, frame.max_tokens, frame.n)
-        if (frame.id, frame.epoch) not in self._groups:  # a repeated frame changes nothing
-            self._enter(frame, footprint, frame.ttl, link)
+        if (frame.id, frame.epoch) in self._groups:
+            return  # a repeated frame changes nothing
+        if 0 < frame.ttl < math.inf:
+            self._enter(frame, Footprint(frame.prompt_tokens, frame.max_tokens, frame.n), frame.ttl, link)
+        else:
+            error = InvalidRequestError(f"a reservation cannot live for {frame.ttl} s", param="reservation_ttl")
+            link.refuse((frame.id, frame.epoch, GROUP), error)
 
     def accept_decode(self, frame: Decode, link: LinkRequests) -> None:
         """A choice of a reservation claims its slot; any other request is taken in as `accept_reserve` does."""
         group = self._groups.get((frame.id, frame.epoch))
         if group is None and frame.reserved:
             self._busy(frame, link, "expired")
+            return
+        if not 0 <= frame.choice < frame.n:
+            error = InvalidRequestError(f"there is no choice {frame.choice} of {frame.n}", param="n")
+            link.refuse((frame.id, frame.epoch, frame.choice), error)
             return
         if group is None and frame.choice == 0:
             group = self._enter(frame, Footprint(len(frame.token_ids), frame.params.max_tokens, frame.n), None, link)
@@ -106,6 +114,13 @@ class DecodeNode:
         except InvalidRequestError as error:
             link.cancel(frame.id, frame.epoch)
             link.refuse((frame.id, frame.epoch, GROUP), error)
+
+    def accept_cancel(self, frame: Cancel, link: LinkRequests) -> None:
+        """End the request or one choice of it, wherever it is."""
+        group = self._groups.get((frame.id, frame.epoch))
+        if group is not None and frame.choice != GROUP:
+            group.drop(frame.choice)
+        link.cancel(frame.id, frame.epoch, frame.choice)
 
     def stats(self) -> NodeStats:
         counts, transfers = self._cache.counts(), self._owner.stats()
@@ -144,7 +159,8 @@ class DecodeNode:
         limit = math.inf if self._config.disable_admission else self._config.admission_timeout
         if frame.admission_timeout is not None:
             limit = min(limit, max(0.0, frame.admission_timeout))
-        group = self._groups[key] = Group(key, wants, lease, self._room.join(), ttl, trio.current_time() + limit)
+        deadline = trio.current_time() + limit
+        group = self._groups[key] = Group(key, wants, lease, self._room.join(), ttl, deadline, wish=self._choices.wish)
         link.start(task, self._run, group, link)
         self.on_change()
         return group
@@ -171,33 +187,28 @@ class DecodeNode:
         """The group's own task, from the queue to the last recycled slot."""
         try:
             with group.lease, group.place:
-                frame = await self._claimed(request, group, link)
-                if frame is None:
-                    return
-                seqs = await self._admit(request, group, frame, link)
-                if seqs is not None:
-                    await self._choices.serve(request, group, frame, seqs, link)
+                if await self._leased(request, group, link):
+                    seqs = await self._admit(request, group, link)
+                    if seqs is not None:
+                        await self._choices.serve(request, group, seqs, link)
         finally:
             self._groups.pop(group.key, None)
             self.on_change()
 
-    async def _claimed(self, request: Request, group: Group, link: LinkRequests) -> Decode | None:
-        """Wait for the lease, and for a reservation's first claim. None: refused, or expired."""
+    async def _leased(self, request: Request, group: Group, link: LinkRequests) -> bool:
+        """Wait for the lease, and for a reservation's first claim. False: refused, or expired."""
         request.enter("admission")
         with trio.move_on_at(group.deadline):
             await group.lease.wait()
         if not group.lease.granted:
             self._timed_out(group, link)
-            return None
-        if group.ttl is not None and not await self._committed(request, group, group.ttl, link):
-            return None
-        return group.first_claim()
+            return False
+        return group.ttl is None or await self._committed(request, group, group.ttl, link)
 
     async def _committed(self, request: Request, group: Group, ttl: float, link: LinkRequests) -> bool:
         """Tell the Master that the slots are held, and until when the claim can come."""
         request.enter("reserved")
         link.send(Reserved(group.id, group.epoch, group.lease.waited))
-        group.place.park()
         self._reserved += group.n
         outcome: ReservationOutcome = "cancelled"
         try:
@@ -211,13 +222,13 @@ class DecodeNode:
             del self._groups[group.key]  # before anything else can run: a late claim finds nothing
         return outcome == "claimed"
 
-    async def _admit(self, request: Request, group: Group, frame: Decode, link: LinkRequests) -> list[Sequence] | None:
+    async def _admit(self, request: Request, group: Group, link: LinkRequests) -> list[Sequence] | None:
         """Slots and pages for all choices within the admission deadline; None: refused, and told so."""
         request.enter("room")
         started = trio.current_time()
-        room: Room | None = None
         with trio.move_on_at(group.deadline):
-            room = await group.place.claim(self._choices.wish(frame))
+            await group.place.wait()
+        room = group.place.take()
         if room is None:
             self._timed_out(group, link)
             return None
@@ -225,7 +236,8 @@ class DecodeNode:
         self._waits.add(waited)
         self._metrics.admitted(waited)
         link.send(Admitted(group.id, group.epoch, waited=waited))
-        return self._choices.allot(frame, room, [partial(self._recycled, lease) for lease in group.lease.split()])
+        recycled: list[Callable[[], None]] = [partial(self._recycled, lease) for lease in group.lease.split()]
+        return self._choices.allot(group.first, room, recycled)
 
     def _timed_out(self, group: Group, link: LinkRequests) -> None:
         self._waits.add(trio.current_time() - group.arrived)

@@ -64,6 +64,8 @@ class Role(Protocol):
 
     def accept_decode(self, frame: Decode, link: LinkRequests) -> None: ...
 
+    def accept_cancel(self, frame: Cancel, link: LinkRequests) -> None: ...
+
     def stats(self) -> NodeStats: ...
 
 
@@ -263,7 +265,7 @@ class MasterLink:
             case Decode():
                 self._role.accept_decode(frame, requests)
             case Cancel():
-                requests.cancel(frame.id, frame.epoch, frame.choice)
+                self._role.accept_cancel(frame, requests)
             case Release() | Renew():
                 for request in requests.find(frame.id, frame.epoch):
                     if request.hold is not None:

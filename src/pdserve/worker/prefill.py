@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdserve.engine.scheduler import SequenceOutput
     from pdserve.telemetry.metrics import WorkerMetrics
     from pdserve.transfer.owner import TransferOwner
-    from pdserve.wire.messages import BusyReason, Decode, Prefill, Reserve
+    from pdserve.wire.messages import BusyReason, Cancel, Decode, Prefill, Reserve
     from pdserve.worker.engine_loop import EngineLoop
     from pdserve.worker.requests import LinkRequests, Request
 
@@ -92,6 +92,9 @@ class PrefillNode:
 
     def accept_decode(self, frame: Decode, link: LinkRequests) -> None:
         link.refuse((frame.id, frame.epoch, frame.choice), InvalidRequestError("this node does not decode"))
+
+    def accept_cancel(self, frame: Cancel, link: LinkRequests) -> None:
+        link.cancel(frame.id, frame.epoch)
 
     def stats(self) -> NodeStats:
         counts, transfers = self._cache.counts(), self._owner.stats()

@@ -35,9 +35,9 @@ class Wish:
 
 
 class RoomQueue:
-    """Places in strict order of their drawing: a head that does not fit, or has not asked yet, is not overtaken.
-
-    Only a parked place, whose Master has not claimed its reservation yet, lets those behind it pass.
+    """Places in strict order of their drawing. Whoever asked is served in this order: a head that does not fit is not
+    overtaken. A place asks when its lease is granted and its claim is there, which is in the same order but for
+    reservations that their Master has not claimed yet: those are passed, and keep their place.
     """
 
     def __init__(self, slots: SlotPool, cache: KvCache) -> None:
@@ -52,13 +52,13 @@ class RoomQueue:
         return place
 
     def pump(self) -> None:
-        """Slots or pages may have come free: serve the head. For `KvCache.on_available` and recycled slots.
-
-        One at a time, the next when the head has taken its room: tasks woken together would run in any order.
-        """
-        head = next((place for place in self._places if not place.parked), None)
-        if head is not None:
-            head.serve()
+        """Slots or pages may have come free: serve whoever is next. For `KvCache.on_available` and recycled slots."""
+        while (head := next((place for place in self._places if place.wish is not None), None)) is not None:
+            room = self._allocate(head.wish)
+            if room is None:
+                return
+            del self._places[head]
+            head.grant(room)
 
     def leave(self, place: Place) -> None:
         """Idempotent."""
@@ -66,8 +66,14 @@ class RoomQueue:
             del self._places[place]
             self.pump()
 
-    def allocate(self, wish: Wish) -> Room | None:
+    def give_back(self, room: Room) -> None:
+        self._slots.release(room.slots)
+        self._cache.release(room.pages)
+        self.pump()
+
+    def _allocate(self, wish: Wish | None) -> Room | None:
         """All slots and all pages, or None and nothing has changed (I3)."""
+        assert wish is not None
         slots = self._slots.allocate(wish.slots)
         if slots is None:
             return None
@@ -77,56 +83,41 @@ class RoomQueue:
             return None
         return Room(slots, *claimed)
 
-    def give_back(self, room: Room) -> None:
-        self._slots.release(room.slots)
-        self._cache.release(room.pages)
-
 
 class Place:
-    """One place in the queue. A context manager: left without `claim` having returned, it takes nothing with it."""
+    """One place in the queue. A context manager: left before the room was taken, it takes nothing with it."""
 
     def __init__(self, queue: RoomQueue) -> None:
+        self.wish: Wish | None = None
         self._queue = queue
-        self._wish: Wish | None = None
-        self._granted: Room | None = None
-        self._ready = trio.Event()
-        self.parked = False
+        self._room: Room | None = None
+        self._granted = trio.Event()
 
-    def park(self) -> None:
-        """Those behind may pass until `unpark`."""
-        self.parked = True
+    def ask(self, wish: Wish) -> None:
+        """From now on the room is wanted. Synchronous: where it is free and nobody is ahead, it is granted here."""
+        self.wish = wish
         self._queue.pump()
 
-    def unpark(self) -> None:
-        self.parked = False
+    def grant(self, room: Room) -> None:
+        """For the queue."""
+        self._room = room
+        self._granted.set()
 
-    async def claim(self, wish: Wish) -> Room:
-        """The room wished for, which is then the caller's. Returns without a checkpoint when it is there.
+    async def wait(self) -> None:
+        """Return once the room is granted, without a checkpoint if it is. The caller bounds it."""
+        if not self._granted.is_set():
+            await self._granted.wait()
 
-        The caller bounds the wait; a cancelled one leaves nothing behind.
-        """
-        self._wish = wish
-        self._queue.pump()
-        if self._granted is None:
-            await self._ready.wait()
-        assert self._granted is not None
-        granted, self._granted = self._granted, None
-        self._queue.leave(self)
-        return granted
-
-    def serve(self) -> None:
-        """For the queue: take the room if it is wanted and there."""
-        if self._wish is not None and self._granted is None:
-            self._granted = self._queue.allocate(self._wish)
-            if self._granted is not None:
-                self._ready.set()
+    def take(self) -> Room | None:
+        """The granted room, which is then the caller's; None: not granted."""
+        room, self._room = self._room, None
+        return room
 
     def __enter__(self) -> Place:
         return self
 
     def __exit__(self, *_: TracebackType | type[BaseException] | BaseException | None) -> None:
-        self._wish = None
-        granted, self._granted = self._granted, None
-        if granted is not None:
-            self._queue.give_back(granted)
         self._queue.leave(self)
+        room = self.take()
+        if room is not None:
+            self._queue.give_back(room)
