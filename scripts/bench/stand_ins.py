@@ -120,8 +120,10 @@ async def open_stand_ins(*, slots: int, queue: int, busy: float) -> AsyncIterato
             registry.registered(_hello("prefill", slots), prefill.take, lambda reason: None) as wires[0].node,
             registry.registered(_hello("decode", slots), decode.take, lambda reason: None) as wires[1].node,
         ):
-            ids = RequestIds(new_incarnation())
-            yield Coordinator(registry, Selector(), ids, MasterMetrics(), nursery, admission_timeout=5.0), decode
+            async with trio.open_nursery() as requests:  # ends before a node is missed
+                ids = RequestIds(new_incarnation())
+                yield Coordinator(registry, Selector(), ids, MasterMetrics(), requests, admission_timeout=5.0), decode
+                requests.cancel_scope.cancel()
         nursery.cancel_scope.cancel()
 
 
