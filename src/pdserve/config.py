@@ -354,7 +354,7 @@ class PrefillConfig(WorkerConfig):
         int, Parameter(help="Most prompt tokens waiting on one Prefill node; over it: 429.")
     ] = field(default=65536, validator=_at_least(1))
     hold_timeout: Annotated[float, Parameter(help="Seconds that Prefill keeps pages nobody has pulled or renewed.")] = (
-        field(default=30.0, validator=_more_than(0))
+        field(default=30.0, validator=_at_least(2))  # the Master renews every second
     )
     hold_share: Annotated[float, Parameter(help="Largest share of the Prefill KV pool that held pages may take.")] = (
         field(default=0.5, validator=_more_than(0, 1))

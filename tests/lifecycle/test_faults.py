@@ -254,3 +254,14 @@ async def test_the_queue_of_prefill_counts_tokens_and_takes_one_long_prompt(clus
             with pytest.raises(ServerBusyError) as caught:
                 await it.ids(prompt_of(10, 2))
             assert caught.value.reason == "prefill_queue_full"
+
+
+async def test_a_lost_node_is_named_with_the_reason_until_it_is_back(cluster, autojump_clock):
+    async with cluster() as it:
+        it.cut("d0")
+        await trio.sleep(0.01)
+        assert any(reason.startswith("lost decode d0: ") for reason in it.master.readiness().reasons)
+        with trio.fail_after(10):
+            while not it.master.readiness().ready:
+                await trio.sleep(0.1)
+        assert it.master.readiness().reasons == ()

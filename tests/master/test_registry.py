@@ -97,6 +97,7 @@ def test_peers_of_the_other_role_and_the_same_layout_are_introduced_and_taken_le
 
 def test_a_refusal_is_forgotten_when_the_node_registers():
     registry = Registry()
-    registry.refused["d0"] = "why"
+    registry.absent.note("d0", "refused decode d0: why", 10.0)
+    assert registry.absent.reasons(12.0) == ["refused decode d0: why (2 s ago)"]
     with Link().join(registry, hello("d0")):
-        assert registry.refused == {}
+        assert registry.absent.reasons(12.0) == []

@@ -76,7 +76,7 @@ class Master:
         for node in decodes:
             if layouts and node.hello.layout not in layouts:
                 reasons.append(f"decode {node.node_id} is unmatched: no Prefill node with its KV layout")
-        reasons += [f"refused {reason}" for reason in self.registry.refused.values()]
+        reasons += self.registry.absent.reasons(trio.current_time())
         return Readiness(bool(pairs) and not self.draining, tuple(reasons), tuple(self._describe()))
 
     def tree(self) -> dict[str, Any]:

@@ -100,7 +100,8 @@ class NodeLinks:
         if isinstance(verdict, Reject):
             log.warning("refused %s node %s: %s", hello.role, hello.node_id, verdict.reason)
             if verdict.code != "unauthorised":  # whoever cannot prove the token gets no say in what we show
-                self._registry.refused[hello.node_id] = f"{hello.role} {hello.node_id}: {verdict.reason}"
+                reason = f"refused {hello.role} {hello.node_id}: {verdict.reason}"
+                self._registry.absent.note(hello.node_id, reason, trio.current_time())
             await ws.send_message(encode(verdict))
             await ws.aclose(POLICY, verdict.code)
             return None
@@ -142,16 +143,18 @@ class NodeLinks:
                 connection.close(GOING_AWAY, closing[0])
             reason = "replaced"
         except ConnectionLost as lost:
-            reason = "lost"
-            log.log(
-                logging.ERROR if lost.internal else logging.WARNING,
-                "%s: %s",
-                name,
-                lost.reason,
-                exc_info=lost if lost.internal else None,
-            )
+            reason = "left" if lost.code == GOING_AWAY else "lost"
+            if lost.internal:
+                log.error("%s: %s", name, lost.reason, exc_info=lost)
+            else:
+                log.log(logging.INFO if reason == "left" else logging.WARNING, "%s: %s", name, lost.reason)
+            if reason == "lost" and not self._is_registered(hello.node_id):
+                self._registry.absent.note(hello.node_id, f"lost {name}: {lost.reason}", trio.current_time())
         finally:
             self._metrics.node_lost(hello.role, reason)
+
+    def _is_registered(self, node_id: str) -> bool:
+        return any(node.node_id == node_id for node in self._registry.nodes())
 
     def _on_message(self, node: Node, message: bytes | str) -> None:
         frame = decode_from_node(message)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import attrs
 
+from pdserve.master.absent import Absences
 from pdserve.wire.messages import NodeStats, PeerDown, PeerUp
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ class Registry:
     def __init__(self) -> None:
         self._nodes: dict[str, Node] = {}
         self._generations = count(1)
-        self.refused: dict[str, str] = {}
-        """Why a node was turned away, by node id; forgotten when it registers."""
+        self.absent = Absences()
 
     def nodes(self, role: Role | None = None) -> list[Node]:
         return [node for node in self._nodes.values() if role is None or node.role == role]
@@ -77,7 +77,7 @@ class Registry:
             self._remove(older, "replaced by a newer registration")
             older.close("replaced by a newer registration")
         self._nodes[node.node_id] = node
-        self.refused.pop(node.node_id, None)
+        self.absent.forget(node.node_id)
         try:
             yield node
         finally:

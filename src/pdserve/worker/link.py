@@ -12,7 +12,7 @@ import trio
 from trio_websocket import ConnectionClosed, HandshakeError
 
 from pdserve.errors import FatalError, ProtocolError
-from pdserve.nurseries.connection import ConnectionLost, connection_scope
+from pdserve.nurseries.connection import GOING_AWAY, ConnectionLost, connection_scope
 from pdserve.nurseries.forwarder import Outbox
 from pdserve.nurseries.groups import leaves
 from pdserve.nurseries.heartbeat import Heartbeat
@@ -176,7 +176,8 @@ class MasterLink:
         if bug:
             log.error("link to Master %s: %s", self.url, reason, exc_info=error)
         elif self.state != reason:
-            log.warning("link to Master %s: %s", self.url, reason)
+            left = isinstance(cause, ConnectionLost) and cause.code == GOING_AWAY
+            log.log(logging.INFO if left else logging.WARNING, "link to Master %s: %s", self.url, reason)
         self.state = reason
 
     def announce_drain(self) -> None:
