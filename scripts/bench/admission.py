@@ -5,7 +5,6 @@ Ends with status 1 when pool and coordinator miss their target, or when anybody 
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
@@ -19,6 +18,7 @@ from closed_loop import closed_loop
 from stand_ins import open_stand_ins
 from whole_stack import open_whole_stack
 
+from pdserve import collector
 from pdserve.errors import ServerBusyError
 from pdserve.master.service import GenerationRequest
 from pdserve.wire.messages import SamplingParams
@@ -43,7 +43,7 @@ PROMPT_TOKENS = 16
 
 
 def main() -> int:
-    gc.set_threshold(20_000, 100, 100)  # a pass holds up all slots at once
+    collector.relax()  # as in every process that serves
     print(
         f"{SLOTS} slots, {BUSY * 1000:g} ms a request, a queue of {QUEUE}, {CLIENTS} clients: the limit is {LIMIT:g}/s"
     )

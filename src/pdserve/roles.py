@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from pdserve import control
+from pdserve import collector, control
 from pdserve.http.app import build_app
 from pdserve.master.app import open_master
 from pdserve.nurseries.drain import Drain
@@ -66,6 +66,7 @@ async def run_master(config: MasterConfig) -> None:
 
             served = trio.Event()
             urls = await nursery.start(serve, name="http")
+            collector.relax()
             log.info("HTTP on %s, node links on %s:%d", ", ".join(urls), *links.getsockname()[:2])
             await drain.started.wait()
             master.draining = True

@@ -19,6 +19,11 @@ def delta(start: int, *ids: int, text: str = "", finish=None, choice: int = 0) -
     return Delta("r", 1, start, ids, text, (), finish, choice=choice)
 
 
+async def next_of(box: AttemptMailbox):
+    await box.arrival()
+    return box.take()
+
+
 async def test_frames_come_in_order_and_neighbouring_deltas_as_one(autojump_clock):
     box = AttemptMailbox()
     for frame in (
@@ -30,7 +35,7 @@ async def test_frames_come_in_order_and_neighbouring_deltas_as_one(autojump_cloc
         delta(4, 5, finish="stop"),
     ):
         box.deliver(None, frame)
-    assert [await box.next() for _ in range(3)] == [
+    assert [await next_of(box) for _ in range(3)] == [
         Admitted("r", 1),
         delta(0, 1, 2, 3, 4, 5, text="ab", finish="stop"),
         Settled("r", 1),
@@ -42,9 +47,9 @@ async def test_interleaved_choices_are_merged_each_by_itself(autojump_clock):
     for i in range(100):
         for choice in range(3):
             box.deliver(None, delta(i, i, choice=choice))
-    assert [await box.next() for _ in range(3)] == [delta(0, *range(100), choice=choice) for choice in range(3)]
+    assert [await next_of(box) for _ in range(3)] == [delta(0, *range(100), choice=choice) for choice in range(3)]
     box.deliver(None, delta(100, 7, choice=1))
-    assert await box.next() == delta(100, 7, choice=1)
+    assert await next_of(box) == delta(100, 7, choice=1)
 
 
 async def test_a_gap_a_duplicate_and_what_follows_a_finish_are_not_merged_away(autojump_clock):
@@ -52,7 +57,7 @@ async def test_a_gap_a_duplicate_and_what_follows_a_finish_are_not_merged_away(a
     frames = [delta(0, 1), delta(2, 3), delta(2, 3), delta(3, 4, finish="stop"), delta(4, 5)]
     for frame in frames:
         box.deliver(None, frame)
-    assert [await box.next() for _ in range(4)] == [frames[0], frames[1], delta(2, 3, 4, finish="stop"), frames[4]]
+    assert [await next_of(box) for _ in range(4)] == [frames[0], frames[1], delta(2, 3, 4, finish="stop"), frames[4]]
 
 
 async def test_a_reader_that_waits_is_woken_by_a_frame_and_by_a_loss(autojump_clock):
@@ -67,10 +72,10 @@ async def test_a_reader_that_waits_is_woken_by_a_frame_and_by_a_loss(autojump_cl
     async with trio.open_nursery() as nursery:
         nursery.start_soon(put)
         with trio.fail_after(3):
-            assert await box.next() == Settled("r", 1)
-            assert await box.next() == NodeLost(None, "gone")
+            assert await next_of(box) == Settled("r", 1)
+            assert await next_of(box) == NodeLost(None, "gone")
     with trio.move_on_after(1) as scope:
-        await box.next()
+        await next_of(box)
     assert scope.cancelled_caught
 
 

@@ -23,13 +23,14 @@ class Lease:
     """
 
     def __init__(self, pool: SlotAdmission, n: int = 1) -> None:
-        self.on_grant: Callable[[], None] = lambda: None
-        """Called in the very moment of a grant that had to be waited for."""
+        self.on_grant: Callable[[], None] | None = None
+        """Called in the very moment of a grant that had to be waited for; forgotten then, and on release."""
         self._pool = pool
         self._asked = self.granted_at = trio.current_time()
         self._ticket = pool.request(n)
         self._changed = trio.Event()
-        self._ticket.on_grant = self._on_grant
+        if self._ticket.state is TicketState.WAITING:
+            self._ticket.on_grant = self._on_grant
 
     @property
     def granted(self) -> bool:
@@ -59,12 +60,15 @@ class Lease:
 
     def release(self) -> None:
         self._pool.close(self._ticket)
+        self.on_grant = None
         self._changed.set()
 
     def _on_grant(self) -> None:
         self.granted_at = trio.current_time()
         self._changed.set()
-        self.on_grant()
+        on_grant, self.on_grant = self.on_grant, None
+        if on_grant is not None:
+            on_grant()
 
     def __enter__(self) -> Lease:
         return self

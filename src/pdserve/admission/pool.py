@@ -34,7 +34,7 @@ class Ticket:
     n: int
     state: TicketState
     on_grant: Callable[[], None] | None = None
-    """Called once, when a ticket that waited is granted."""
+    """Called once, when a ticket that waited is granted; forgotten then, and when the ticket is closed."""
 
 
 class SlotAdmission:
@@ -86,6 +86,7 @@ class SlotAdmission:
     def close(self, ticket: Ticket) -> None:
         """Leave the queue, or give the slots back and hand them on. Idempotent."""
         state, ticket.state = ticket.state, TicketState.CLOSED
+        ticket.on_grant = None
         if state is TicketState.WAITING:
             del self._waiting[ticket]
             self._queued -= ticket.n
@@ -110,5 +111,6 @@ class SlotAdmission:
             self._queued -= head.n
             self._free -= head.n
             head.state = TicketState.GRANTED
-            if head.on_grant is not None:
-                head.on_grant()
+            on_grant, head.on_grant = head.on_grant, None
+            if on_grant is not None:
+                on_grant()

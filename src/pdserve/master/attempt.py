@@ -231,18 +231,20 @@ class Attempt:
     async def _next(self) -> msgspec.Struct:
         """The next frame of this attempt; renews P's hold while nothing comes. Raises what fails the whole request."""
         while True:
-            with trio.move_on_after(_RENEW_INTERVAL):
-                frame = await self._mailbox.next()
-                if isinstance(frame, NodeLost):
-                    # A node that this attempt no longer needs may go.
-                    if frame.node in (self._prefill, self._decode):
-                        raise AttemptLostError(frame.node, frame.reason)
-                    continue
-                if isinstance(frame, Failed) and (self._spec.n == 1 or frame.choice == GROUP):
-                    raise _error_of(frame)
+            frame = self._mailbox.take()
+            if frame is None:
+                with trio.move_on_after(_RENEW_INTERVAL) as renewal:
+                    await self._mailbox.arrival()
+                if renewal.cancelled_caught and self._prefill is not None:
+                    self._prefill.send(Renew(*self._key))
+            elif isinstance(frame, NodeLost):
+                # A node that this attempt no longer needs may go.
+                if frame.node in (self._prefill, self._decode):
+                    raise AttemptLostError(frame.node, frame.reason)
+            elif isinstance(frame, Failed) and (self._spec.n == 1 or frame.choice == GROUP):
+                raise _error_of(frame)
+            else:
                 return frame
-            if self._prefill is not None:
-                self._prefill.send(Renew(*self._key))
 
     def _join(self, node: Node) -> Node:
         if not self._registry.is_current(node):

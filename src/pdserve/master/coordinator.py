@@ -34,6 +34,8 @@ class _Request:
     phase: str = "queued"
     since: float = attrs.field(factory=trio.current_time)
     nodes: tuple[str, ...] = ()
+    left: bool = False
+    """Nobody reads the output any more."""
 
     def enter(self, phase: str, nodes: tuple[str, ...]) -> None:
         self.phase, self.nodes, self.since = phase, nodes, trio.current_time()
@@ -77,13 +79,14 @@ class Coordinator:
     async def generate(self, spec: GenerationRequest) -> AsyncIterator[GenerationOutput]:
         """The request's scope: leaving it, however, cancels the work on both nodes and forgets the request."""
         request = _Request(self._ids.next(), spec, GenerationOutput(len(spec.prompt_ids), spec.n))
-        scope = trio.CancelScope()
+        scope = trio.CancelScope(deadline=spec.accepted_at + self._total_deadline)
         self._requests[request.id] = request
         self.idle = trio.Event() if len(self._requests) == 1 else self.idle
         self._nursery.start_soon(self._drive, request, scope, name=f"request {request.id} ({spec.label})")
         try:
             yield request.output
         finally:
+            request.left = True
             scope.cancel()
 
     def snapshot(self) -> list[dict[str, Any]]:
@@ -103,9 +106,9 @@ class Coordinator:
     async def _drive(self, request: _Request, scope: trio.CancelScope) -> None:
         """The request's own task: its failure becomes the output's error, never a silent end."""
         try:
-            with scope, trio.move_on_at(request.spec.accepted_at + self._total_deadline) as deadline:
+            with scope:
                 await self._attempts(request)
-            if deadline.cancelled_caught:
+            if scope.cancelled_caught and not request.left:
                 raise DeadlineExceededError(f"the request took over {self._total_deadline:g} s")
         except RequestError as error:
             if isinstance(error, ServerBusyError):

@@ -52,11 +52,16 @@ class AttemptMailbox:
     def lost(self, node: Node, reason: str) -> None:
         self._add(_Waiting(NodeLost(node, reason)))
 
-    async def next(self) -> msgspec.Struct | NodeLost:
-        """The next frame; the caller bounds the wait."""
+    async def arrival(self) -> None:
+        """Return once a frame is there; the caller bounds the wait."""
         while not self._frames:
             self._arrived = trio.Event()
             await self._arrived.wait()
+
+    def take(self) -> msgspec.Struct | NodeLost | None:
+        """The next frame; None where none waits."""
+        if not self._frames:
+            return None
         waiting = self._frames.popleft()
         if isinstance(waiting.frame, Delta) and self._newest.get(waiting.frame.choice) is waiting:
             del self._newest[waiting.frame.choice]

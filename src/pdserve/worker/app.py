@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from pdserve import collector
 from pdserve.errors import ConfigError
 from pdserve.telemetry.serving import open_listener, serve_asgi
 from pdserve.text.models import load_model_card, resolve_model
@@ -59,6 +60,7 @@ async def serve_worker(
         async with trio.open_nursery() as nursery:
             await nursery.start(run_node, name="node")
             await nursery.start(serve_status, name="status pages")
+            collector.relax()
             log.info(
                 "%s node %s: %d KV pages of %d bytes, status on %s",
                 node.role_name,

@@ -71,7 +71,8 @@ class Group:
         """By choice, in order of arrival; None: dropped."""
         self._first: Decode | None = None
         self._changed = trio.Event()
-        lease.on_grant = self._ask
+        if not lease.granted:
+            lease.on_grant = self._ask
 
     @property
     def first(self) -> Decode:

@@ -49,7 +49,8 @@ class LinkRequests:
     def __init__(self, connection: Connection, outbox: Outbox) -> None:
         self._connection = connection
         self._outbox = outbox
-        self._requests: dict[Key, Request] = {}
+        self._requests: dict[tuple[str, int], dict[int, Request]] = {}
+        """By (id, epoch), then choice."""
 
     def send(self, frame: msgspec.Struct) -> None:
         """Queue a control frame."""
@@ -75,7 +76,7 @@ class LinkRequests:
         Its failure becomes a `Failed` frame, never a silent end.
         """
         request = Request(key, trio.CancelScope(), trio.current_time())
-        self._requests[key] = request
+        self._requests.setdefault(key[:2], {})[key[2]] = request
         start_soon = self._connection.start_soon if nursery is None else nursery.start_soon
         start_soon(self._run, request, run, *args, name="request {}/{}/{}".format(*key))
 
@@ -85,13 +86,14 @@ class LinkRequests:
         self._end(Failed(id_, epoch, error.code, error.message, error.param, choice))
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._requests
+        return key[2] in self._requests.get(key[:2], ())
 
     def find(self, id_: str, epoch: int, choice: int = GROUP) -> list[Request]:
         """The tasks of a request: its own, and those of its choices; or that of one choice."""
-        return [
-            request for key, request in self._requests.items() if key[:2] == (id_, epoch) and choice in (GROUP, key[2])
-        ]
+        tasks = self._requests.get((id_, epoch), {})
+        if choice == GROUP:
+            return list(tasks.values())
+        return [tasks[choice]] if choice in tasks else []
 
     def cancel(self, id_: str, epoch: int, choice: int = GROUP) -> None:
         """End them, and forget output that waits."""
@@ -109,7 +111,8 @@ class LinkRequests:
                 "phase": r.phase,
                 "seconds": round(now - r.since, 3),
             }
-            for r in self._requests.values()
+            for tasks in self._requests.values()
+            for r in tasks.values()
         ]
 
     async def _run(self, request: Request, run: Callable[..., Awaitable[None]], *args: object) -> None:
@@ -127,8 +130,15 @@ class LinkRequests:
             log.exception("request %s/%d failed", id_, epoch)
             self._end(Failed(id_, epoch, "worker_failed", "the worker failed while serving this request", None, choice))
         finally:
-            if self._requests.get(request.key) is request:  # a repeated frame may have taken its place
-                del self._requests[request.key]
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        id_, epoch, choice = request.key
+        tasks = self._requests.get((id_, epoch), {})
+        if tasks.get(choice) is request:  # a repeated frame may have taken its place
+            del tasks[choice]
+            if not tasks:
+                del self._requests[id_, epoch]
 
     def _end(self, frame: Failed) -> None:
         """Queue a failure behind the output that still waits; as a control frame it would overtake it and lose it."""
