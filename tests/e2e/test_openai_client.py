@@ -63,3 +63,23 @@ def test_models_and_an_unknown_one(service, client):
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="other", prompt="hi", max_tokens=1)
     assert caught.value.param == "model"
+
+
+def test_three_choices_share_the_prompt_and_say_what_each_would_say_alone(service, client):
+    """Greedy: every choice is the answer of n = 1, so the copied page holds the prompt's KV. Sampled: streamed as whole."""
+    greedy = {"model": service.model, "messages": QUESTION, "max_tokens": 10, "temperature": 0}
+    alone = client.chat.completions.create(**greedy)
+    together = client.chat.completions.create(**greedy, n=3)
+    assert [choice.message.content for choice in together.choices] == [alone.choices[0].message.content] * 3
+    assert together.usage.completion_tokens == 3 * alone.usage.completion_tokens
+    assert together.usage.prompt_tokens == alone.usage.prompt_tokens
+    sampled = {**greedy, "temperature": 1.0, "seed": 4, "n": 3}
+    whole = client.chat.completions.create(**sampled)
+    texts = {choice.index: choice.message.content for choice in whole.choices}
+    assert len(set(texts.values())) > 1
+    streamed = dict.fromkeys(texts, "")
+    for chunk in client.chat.completions.create(**sampled, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+    service.wait_quiet()
