@@ -39,13 +39,31 @@ def imports(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Everything that needs no processes."""
-    python(session, "-m", "pytest", "-m", "not e2e", *session.posargs)
+    python(session, "-m", "pytest", "-m", "not e2e and not exhaustive and not chaos and not soak", *session.posargs)
 
 
 @nox.session
 def e2e(session: nox.Session) -> None:
     """Real processes, real NIXL, real HTTP."""
     python(session, "-m", "pytest", "-m", "e2e", *session.posargs)
+
+
+@nox.session
+def exhaustive(session: nox.Session) -> None:
+    """A fault at every single step of a request, in virtual time: about an hour of CPU."""
+    python(session, "-m", "pytest", "-m", "exhaustive", "-s", "tests/lifecycle/test_every_step.py", *session.posargs)
+
+
+@nox.session
+def chaos(session: nox.Session) -> None:
+    """Signals, stops and closed sockets under load, up to half an hour. `-- --rounds 1 --seed 7`: shorter, repeated."""
+    python(session, "-m", "pytest", "-m", "chaos", "-s", "tests/chaos", *session.posargs)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Whether anything grows under a mixed load in ten minutes. `-- --minutes 60`: in an hour."""
+    python(session, "-m", "pytest", "-m", "soak", "-s", "tests/soak", *session.posargs)
 
 
 @nox.session

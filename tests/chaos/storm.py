@@ -1,0 +1,163 @@
+"""What is done to the processes: drawn from a seed, carried out at its moments, and written down."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import attrs
+import trio
+
+from chaos.sockets import connections, shut_down
+
+if TYPE_CHECKING:
+    from chaos.fleet import Fleet
+
+ROLES = ("master", "prefill", "decode")
+SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM}
+CLOSED_SOCKET = "closed socket"
+KINDS = (*SIGNALS, "SIGSTOP", CLOSED_SOCKET)
+_STOP_SECONDS = (0.2, 4.0)
+"""How long a process is stopped: too short to be noticed, up to well over what the heartbeat allows."""
+_FIND_TIMEOUT = 30.0
+_LEAVE_TIMEOUT = 30.0
+"""Seconds that a process may take to end after a signal: its drain, and what a busy machine adds."""
+
+
+@attrs.frozen
+class Event:
+    """One thing that happens to one process."""
+
+    at: float
+    """Seconds from the begin of its round."""
+    kind: str
+    role: str
+    which: int
+    """Of the two processes of the role."""
+    seconds: float
+    """How long a stop lasts."""
+
+
+def plan(seed: str, rounds: int, gap: float) -> list[list[Event]]:
+    """Rounds of one event of every kind on every role, each round in an order, at moments and on processes of its own.
+
+    `gap`: seconds between events on average. From the fourth round in ten on, one process of each role gets no signal
+    that ends it: what it keeps of all the peers that it loses can then be seen.
+    """
+    random_ = random.Random(f"{seed} storm")
+    spared = {role: random_.randrange(2) for role in ROLES}
+    planned = []
+    for number in range(rounds):
+        events = []
+        kinds = [(kind, role) for kind in KINDS for role in ROLES]
+        random_.shuffle(kinds)
+        at = 0.0
+        for kind, role in kinds:
+            at += random_.uniform(0, 2 * gap)
+            which = random_.randrange(2)
+            if kind in SIGNALS and number >= 0.3 * rounds:
+                which = 1 - spared[role]
+            events.append(Event(at, kind, role, which, random_.uniform(*_STOP_SECONDS)))
+        planned.append(events)
+    return planned
+
+
+@attrs.frozen
+class Struck:
+    """An event that has taken place."""
+
+    time: float
+    event: Event
+    name: str
+    pid: int
+
+
+class Storm:
+    """Carries events out on a fleet."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._began = trio.current_time()
+        self.struck: list[Struck] = []
+        self.notes: list[str] = []
+        """What has happened, with times, to be read when something is wrong."""
+
+    def note(self, text: str) -> None:
+        self.notes.append(f"{trio.current_time() - self._began:8.2f} {text}")
+
+    async def rage(self, events: list[Event]) -> None:
+        """One round. Returns when all has been done: what was stopped goes on, what had to end has ended."""
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for event in events:
+                await trio.sleep_until(began + event.at)
+                await nursery.start(self._strike, event)
+
+    async def _strike(self, event: Event, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Started: the process has been struck."""
+        name, pid, fd = await self._find(event)
+        pidfd = os.pidfd_open(pid)
+        try:
+            self.struck.append(Struck(trio.current_time(), event, name, pid))
+            self.note(f"{event.kind:13} {name} (pid {pid})" + (f" {event.seconds:.1f} s" * (event.kind == "SIGSTOP")))
+            if event.kind == CLOSED_SOCKET:
+                shut_down(pidfd, fd)
+                task_status.started()
+            elif event.kind == "SIGSTOP":
+                await self._stop(pidfd, event.seconds, task_status)
+            elif event.role == "master":
+                seat = self._fleet.seats[name]
+                with seat.outage():
+                    await self._end(pidfd, pid, event, task_status)
+                    await self._fleet.wait_answers(seat)
+                    self.note(f"              {name} is back")
+            else:
+                await self._end(pidfd, pid, event, task_status)
+        finally:
+            os.close(pidfd)
+
+    async def _stop(self, pidfd: int, seconds: float, task_status: trio.TaskStatus[None]) -> None:
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+            task_status.started()
+            await trio.sleep(seconds)
+        finally:
+            with suppress(ProcessLookupError):  # another event has ended it
+                signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+
+    async def _end(self, pidfd: int, pid: int, event: Event, task_status: trio.TaskStatus[None]) -> None:
+        began = trio.current_time()
+        signal.pidfd_send_signal(pidfd, SIGNALS[event.kind])
+        task_status.started()
+        with trio.move_on_after(_LEAVE_TIMEOUT) as scope:
+            await trio.lowlevel.wait_readable(pidfd)
+        assert not scope.cancelled_caught, f"process {pid} has not left {_LEAVE_TIMEOUT:g} s after {event.kind}"
+        self.note(f"              pid {pid} ended {trio.current_time() - began:.2f} s after {event.kind}")
+
+    async def _find(self, event: Event) -> tuple[str, int, int]:
+        """Name and pid of the process to strike, and the socket to close; the other of the role if it is not there."""
+        with trio.move_on_after(_FIND_TIMEOUT):
+            while True:
+                pids = self._fleet.pids()
+                names = sorted(name for name in pids if name.startswith(event.role))
+                for name in names[event.which :] + names[: event.which]:
+                    if event.kind != CLOSED_SOCKET:
+                        return name, pids[name], -1
+                    fds = self._links(name, pids[name])
+                    if fds:
+                        return name, pids[name], fds[int(event.seconds * 1000) % len(fds)]
+                await trio.sleep(0.02)
+        raise AssertionError(f"no process for {event} in {_FIND_TIMEOUT:g} s; there are {self._fleet.pids()}")
+
+    def _links(self, name: str, pid: int) -> list[int]:
+        """The file descriptors of its node links."""
+        seat = self._fleet.seats.get(name)
+        try:
+            found = connections(pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return []
+        ports = self._fleet.link_ports()
+        return [one.fd for one in found if (one.local == seat.link_port if seat else one.remote in ports)]
