@@ -66,7 +66,7 @@ def test_models_and_an_unknown_one(service, client):
 
 
 def test_three_choices_share_the_prompt_and_say_what_each_would_say_alone(service, client):
-    """Greedy: every choice is the answer of n = 1, so the copied page holds the prompt's KV. Sampled: streamed as whole."""
+    """Greedy: every choice is the answer of n = 1, so the copied page holds the prompt's KV."""
     greedy = {"model": service.model, "messages": QUESTION, "max_tokens": 10, "temperature": 0}
     alone = client.chat.completions.create(**greedy)
     together = client.chat.completions.create(**greedy, n=3)

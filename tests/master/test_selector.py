@@ -7,6 +7,7 @@ import pytest
 
 from pdserve.master.registry import Node
 from pdserve.master.selector import Selector
+from pdserve.wire.footprint import Footprint
 from pdserve.wire.messages import Hello, KvLayout, ModelCard, NodeStats, TransferMetadata
 
 LAYOUT = KvLayout(16, 128, 1, 1, 1, "sim")
@@ -35,8 +36,8 @@ def test_without_nodes_or_with_draining_ones_there_is_no_choice():
     selector, p = Selector(), node("p", "prefill")
     assert selector.prefill([], [1]) is None
     assert selector.prefill([node("p", "prefill", draining=True)], [1]) is None
-    assert selector.decode([], p, 1) is None
-    assert selector.decode([node("d", draining=True)], p, 1) is None
+    assert selector.decode([], p) is None
+    assert selector.decode([node("d", draining=True)], p) is None
 
 
 def test_the_shorter_queue_wins_and_a_burst_is_spread():
@@ -77,18 +78,35 @@ def test_excluded_nodes_are_taken_only_when_nothing_else_is_left():
     selector, p = Selector(), node("p", "prefill")
     a, b = node("a"), node("b", active=4)
     for _ in range(20):
-        assert selector.decode([a, b], p, 1, exclude={"a"}) is b
-    assert selector.decode([a], p, 1, exclude={"a"}) is a
+        assert selector.decode([a, b], p, exclude={"a"}) is b
+    assert selector.decode([a], p, exclude={"a"}) is a
     assert selector.prefill([p], [1], exclude={"p"}) is p
 
 
-def test_decode_needs_the_layout_of_prefill_and_n_slots_in_all():
+def test_decode_needs_the_layout_of_prefill_and_is_never_one_that_is_full():
     selector, p = Selector(), node("p", "prefill")
     other = node("other", layout=msgspec.structs.replace(LAYOUT, dtype="bf16"))
-    small, large = node("small", capacity=2), node("large", capacity=3, active=3)
-    assert selector.decode([other], p, 1) is None
-    assert selector.decode([other, small, large], p, 3) is large
-    assert selector.decode([other, small, large], p, 4) is None
+    idle, busy = node("idle"), node("busy", active=3)
+    assert selector.decode([other], p) is None
+    assert selector.decode([other, idle, busy], p, full={"idle"}) is busy
+    assert selector.decode([other, idle, busy], p, exclude={"busy"}, full={"idle"}) is busy
+    assert selector.decode([other, idle, busy], p, full={"idle", "busy"}) is None
+
+
+def test_what_fits_on_a_node_is_a_matter_of_slots_and_of_the_pages_that_it_has_told():
+    request = Footprint(prompt_tokens=33, max_tokens=16, n=3)  # two shared pages and one or two for each choice
+    assert node("untold", capacity=3).fits(request)
+    assert not node("few slots", capacity=2).fits(request)
+    assert node("exact", pages_free=3, pages_cached=1, pages_pinned=1).fits(request)
+    assert not node("small", pages_free=4).fits(request)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("length", [1, 16, 17, 40])
+def test_the_longest_output_takes_all_pages_and_one_more_token_would_take_too_many(length, n):
+    longest = Footprint.longest_output(length, n, pages=50, page_size=16)
+    assert Footprint(length, longest, n).pages(16) <= 50
+    assert Footprint(length, longest + 1, n).pages(16) > 50
 
 
 @pytest.mark.parametrize(
@@ -97,7 +115,7 @@ def test_decode_needs_the_layout_of_prefill_and_n_slots_in_all():
 def test_the_less_loaded_of_two_is_taken(busy, idle):
     selector, p = Selector(), node("p", "prefill")
     a, b = node("a", **busy), node("b", **idle)
-    assert all(selector.decode([a, b], p, 1) is b for _ in range(20))
+    assert all(selector.decode([a, b], p) is b for _ in range(20))
 
 
 def test_memory_of_prefixes_is_bounded(monkeypatch):

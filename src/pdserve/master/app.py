@@ -17,6 +17,7 @@ from pdserve.master.registry import Registry
 from pdserve.master.selector import Selector
 from pdserve.master.service import Readiness
 from pdserve.nurseries.tree import snapshot
+from pdserve.wire.footprint import Footprint
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -50,13 +51,11 @@ class Master:
 
     def output_room(self, prompt_tokens: int, n: int) -> int:
         """By what the nodes report of their KV pages; a node that has not reported yet sets no limit."""
-        rooms = []
-        for node in self.registry.nodes("decode"):
-            size, stats = node.hello.layout.page_size, node.stats
-            pages = stats.pages_free + stats.pages_cached + stats.pages_pinned + stats.pages_quarantined
-            if pages:
-                shared = (prompt_tokens - 1) // size
-                rooms.append((pages - shared) // n * size + shared * size - prompt_tokens)
+        rooms = [
+            Footprint.longest_output(prompt_tokens, n, pages=node.pages, page_size=node.hello.layout.page_size)
+            for node in self.registry.nodes("decode")
+            if node.pages is not None and node.hello.capacity >= n
+        ]
         return max(1, max(rooms, default=self.own_card.max_len))
 
     def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[GenerationOutput]:

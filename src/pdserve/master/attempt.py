@@ -9,6 +9,8 @@ import trio
 
 from pdserve.errors import InvalidRequestError, NoWorkersError, RequestError, ServerBusyError, WorkerFailedError
 from pdserve.master.mailbox import AttemptMailbox, NodeLost
+from pdserve.master.selector import can_pull
+from pdserve.wire.footprint import Footprint
 from pdserve.wire.messages import (
     GROUP,
     Admitted,
@@ -79,6 +81,9 @@ class Attempt:
         self._mailbox = AttemptMailbox()
         self._prefill: Node | None = None
         self._decode: Node | None = None
+        self._footprint = Footprint(len(spec.prompt_ids), spec.params.max_tokens, spec.n)
+        self.admission_seconds = 0.0
+        """How long it has waited for Decode."""
         self._open = set(range(spec.n))
         """Choices that have not ended."""
 
@@ -96,7 +101,11 @@ class Attempt:
         """To the end of the last choice. Raises RequestError, and AttemptLostError when a node was lost."""
         prefilled = await self._prefilled()
         self._output.cached_tokens = prefilled.cached_tokens
-        await self._admitted(prefilled)
+        started = trio.current_time()
+        try:
+            await self._admitted(prefilled, started)
+        finally:
+            self.admission_seconds = trio.current_time() - started
         self._enter("decode")
         while self._open:
             await self._relay()
@@ -108,20 +117,32 @@ class Attempt:
 
     def _choose(self, full: Collection[str] = ()) -> tuple[Node, Node | None]:
         """P, and a D that is not known to be `full`; None: all are."""
-        n = self._spec.n
-        prefills, decodes = self._registry.nodes("prefill"), self._registry.nodes("decode")
+        prefills, decodes = self._registry.nodes("prefill"), self._able(self._registry.nodes("decode"))
         if not decodes or not prefills:
             raise NoWorkersError(f"no {'Decode' if prefills else 'Prefill'} node is registered")
-        prefill = self._prefill or self._selector.prefill(prefills, self._spec.prompt_ids, self._avoid)
+        prefill = self._prefill
+        if prefill is None:
+            useful = [node for node in prefills if any(can_pull(decode, node) for decode in decodes)]
+            prefill = self._selector.prefill(useful or prefills, self._spec.prompt_ids, self._avoid)
         if prefill is None:
             raise NoWorkersError("every Prefill node drains")
-        most = max(node.hello.capacity for node in decodes)
-        if n > most:
-            raise InvalidRequestError(f"n must be at most {most}, the most slots that a Decode node has", param="n")
-        decode = self._selector.decode(decodes, prefill, n, self._avoid, full)
+        decode = self._selector.decode(decodes, prefill, self._avoid, full)
         if decode is None and not full:
             raise NoWorkersError("no Decode node with the KV layout of a Prefill node takes requests")
         return prefill, decode
+
+    def _able(self, decodes: list[Node]) -> list[Node]:
+        """The nodes that could take this request if they were empty. Raises InvalidRequestError where none could."""
+        n, request = self._spec.n, self._footprint
+        able = [node for node in decodes if node.fits(request)]
+        if decodes and not able:
+            most = max(node.hello.capacity for node in decodes)
+            if n > most:
+                raise InvalidRequestError(f"n must be at most {most}, the most slots that a Decode node has", param="n")
+            choices = f" for {n} choices" if n > 1 else ""
+            message = f"prompt and max_tokens{choices} need more KV pages than any Decode node has"
+            raise InvalidRequestError(message, param="max_tokens")
+        return able
 
     async def _prefilled(self) -> Prefilled:
         """Ask P; one that has begun to drain is passed over."""
@@ -144,9 +165,8 @@ class Attempt:
                 case frame:
                     raise WorkerFailedError(f"unexpected {type(frame).__name__} before the prompt was computed")
 
-    async def _admitted(self, prefilled: Prefilled) -> None:
+    async def _admitted(self, prefilled: Prefilled, started: float) -> None:
         """Ask D; when its queue is full, one other D within what is left of the admission deadline."""
-        started = trio.current_time()
         refusal: Busy | None = None
         full: set[str] = set()
         while True:
@@ -179,7 +199,8 @@ class Attempt:
         spec = self._spec
         reserve = spec.n > 1 and self._admission_timeout is not None
         if reserve:
-            lengths = (len(spec.prompt_ids), spec.params.max_tokens)
+            wants = self._footprint
+            lengths = (wants.prompt_tokens, wants.max_tokens)
             decode.send(Reserve(*self._key, spec.n, *lengths, self._reservation_ttl, left))
             answer = await self._next()
             if not isinstance(answer, Reserved):

@@ -124,19 +124,25 @@ class Coordinator:
 
     async def _attempts(self, request: _Request) -> None:
         avoid: set[str] = set()
+        admission_left = self._admission_timeout
         for epoch in (1, 2):
+            attempt = self._attempt(request, epoch, avoid, admission_left)
             try:
-                async with self._attempt(request, epoch, avoid) as attempt:
+                async with attempt:
                     await attempt.run()
                 return
             except AttemptLostError as lost:
                 if epoch == 2 or request.output.started or not self._retry:
                     raise WorkerFailedError(f"a node was lost while it served this request ({lost})") from lost
                 avoid.add(lost.node.node_id)
+                if admission_left is not None:
+                    admission_left -= attempt.admission_seconds
                 self._metrics.retried("node_lost")
                 log.warning("request %s: %s; trying once more", request.id, lost)
 
-    def _attempt(self, request: _Request, epoch: int, avoid: Collection[str]) -> Attempt:
+    def _attempt(
+        self, request: _Request, epoch: int, avoid: Collection[str], admission_timeout: float | None
+    ) -> Attempt:
         return Attempt(
             (request.id, epoch),
             request.spec,
@@ -144,7 +150,7 @@ class Coordinator:
             self._registry,
             self._selector,
             avoid=frozenset(avoid),
-            admission_timeout=self._admission_timeout,
+            admission_timeout=admission_timeout,
             reservation_ttl=self._reservation_ttl,
             on_phase=request.enter,
         )

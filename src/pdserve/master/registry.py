@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import msgspec
 
+    from pdserve.wire.footprint import Footprint
     from pdserve.wire.messages import Hello, Role
 
 
@@ -48,6 +49,18 @@ class Node:
     @property
     def node_id(self) -> str:
         return self.hello.node_id
+
+    @property
+    def pages(self) -> int | None:
+        """KV pages in all; None before the node's first report."""
+        stats = self.stats
+        return (stats.pages_free + stats.pages_cached + stats.pages_pinned + stats.pages_quarantined) or None
+
+    def fits(self, request: Footprint) -> bool:
+        """Whether an empty node could take the request; it alone decides whether it does now."""
+        pages = self.pages
+        enough = pages is None or request.pages(self.hello.layout.page_size) <= pages
+        return enough and request.n <= self.hello.capacity
 
 
 class Registry:

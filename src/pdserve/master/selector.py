@@ -39,25 +39,13 @@ class Selector:
         return best
 
     def decode(
-        self,
-        nodes: Sequence[Node],
-        prefill: Node,
-        n: int,
-        exclude: Collection[str] = (),
-        full: Collection[str] = (),
+        self, nodes: Sequence[Node], prefill: Node, exclude: Collection[str] = (), full: Collection[str] = ()
     ) -> Node | None:
-        """The less loaded of two random D nodes that can pull from `prefill` and have n slots in all.
+        """The less loaded of two random D nodes that can pull from `prefill`.
 
         Nodes to `exclude` are taken where there are no others, `full` ones never.
         """
-        candidates = [
-            node
-            for node in nodes
-            if not node.stats.draining
-            and node.hello.layout == prefill.hello.layout
-            and node.hello.capacity >= n
-            and node.node_id not in full
-        ]
+        candidates = [node for node in nodes if can_pull(node, prefill) and node.node_id not in full]
         candidates = [node for node in candidates if node.node_id not in exclude] or candidates
         if not candidates:
             return None
@@ -71,6 +59,11 @@ class Selector:
                 break
             matched += _BLOCK_TOKENS
         return node.stats.queued + node.assigned_tokens - matched
+
+
+def can_pull(decode: Node, prefill: Node) -> bool:
+    """Whether a D node takes requests whose prompt `prefill` computes."""
+    return not decode.stats.draining and decode.hello.layout == prefill.hello.layout
 
 
 def _block_hashes(token_ids: Sequence[int]) -> list[int]:

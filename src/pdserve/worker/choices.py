@@ -9,7 +9,7 @@ import trio
 
 from pdserve.engine.scheduler import Sequence
 from pdserve.errors import TransferError, WorkerFailedError
-from pdserve.worker.group import Footprint
+from pdserve.wire.footprint import Footprint
 from pdserve.worker.output import ChoiceOutput
 from pdserve.worker.prompt_kv import PromptKv
 from pdserve.worker.room import Wish

@@ -12,9 +12,10 @@ from pdserve.admission.lease import Lease
 from pdserve.admission.pool import QueueFullError, SlotAdmission
 from pdserve.admission.waits import MeasuredWaits
 from pdserve.errors import InvalidRequestError
+from pdserve.wire.footprint import Footprint
 from pdserve.wire.messages import GROUP, Admitted, Busy, NodeStats, Reserved
 from pdserve.worker.choices import Choices
-from pdserve.worker.group import Footprint, Group
+from pdserve.worker.group import Group
 from pdserve.worker.room import RoomQueue
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from pdserve.transfer.owner import TransferOwner
     from pdserve.wire.messages import BusyReason, Cancel, Decode, Prefill, Reserve
     from pdserve.worker.engine_loop import EngineLoop
-    from pdserve.worker.group import GroupKey
     from pdserve.worker.requests import LinkRequests, Request
 
 _UNLIMITED = 2**31
@@ -71,7 +71,8 @@ class DecodeNode:
             loop, cache, owner, tokenizer, metrics, config.first_token_timeout, fail_choice=fail_choice
         )
         self._waits = MeasuredWaits()
-        self._groups: dict[GroupKey, Group] = {}
+        self._groups: dict[tuple[LinkRequests, str, int], Group] = {}
+        """By link, request id and epoch: what one Master says never concerns another's requests."""
         self._reserved = 0
         self.draining = False
         self.on_change: Callable[[], None] = lambda: None
@@ -87,7 +88,7 @@ class DecodeNode:
 
     def accept_reserve(self, frame: Reserve, link: LinkRequests) -> None:
         """Validate and draw the ticket of the admission queue, synchronously; then a task does the rest."""
-        if (frame.id, frame.epoch) in self._groups:
+        if (link, frame.id, frame.epoch) in self._groups:
             return  # a repeated frame changes nothing
         if 0 < frame.ttl < math.inf:
             self._enter(frame, Footprint(frame.prompt_tokens, frame.max_tokens, frame.n), frame.ttl, link)
@@ -97,9 +98,9 @@ class DecodeNode:
 
     def accept_decode(self, frame: Decode, link: LinkRequests) -> None:
         """A choice of a reservation claims its slot; any other request is taken in as `accept_reserve` does."""
-        group = self._groups.get((frame.id, frame.epoch))
+        group = self._groups.get((link, frame.id, frame.epoch))
         if group is None and frame.reserved:
-            self._busy(frame, link, "expired")
+            self._busy(frame, link, "expired", count=frame.choice == 0)  # the group is refused once
             return
         if not 0 <= frame.choice < frame.n:
             error = InvalidRequestError(f"there is no choice {frame.choice} of {frame.n}", param="n")
@@ -117,7 +118,7 @@ class DecodeNode:
 
     def accept_cancel(self, frame: Cancel, link: LinkRequests) -> None:
         """End the request or one choice of it, wherever it is."""
-        group = self._groups.get((frame.id, frame.epoch))
+        group = self._groups.get((link, frame.id, frame.epoch))
         if group is not None and frame.choice != GROUP:
             group.drop(frame.choice)
         link.cancel(frame.id, frame.epoch, frame.choice)
@@ -142,8 +143,10 @@ class DecodeNode:
 
     def _enter(self, frame: Reserve | Decode, wants: Footprint, ttl: float | None, link: LinkRequests) -> Group | None:
         """Validate, then take a ticket and a place in the queues and start the group's task. None: refused."""
-        key = (frame.id, frame.epoch)
-        task = (*key, GROUP if wants.n > 1 else 0)
+        task = (frame.id, frame.epoch, GROUP if wants.n > 1 else 0)
+        limit = math.inf if self._config.disable_admission else self._config.admission_timeout
+        if frame.admission_timeout is not None:
+            limit = min(limit, max(0.0, frame.admission_timeout))
         try:
             self._validate(wants)
             if self.draining:
@@ -156,11 +159,14 @@ class DecodeNode:
         except QueueFullError:
             self._busy(frame, link, "queue_full")
             return None
-        limit = math.inf if self._config.disable_admission else self._config.admission_timeout
-        if frame.admission_timeout is not None:
-            limit = min(limit, max(0.0, frame.admission_timeout))
-        deadline = trio.current_time() + limit
-        group = self._groups[key] = Group(key, wants, lease, self._room.join(), ttl, deadline, wish=self._choices.wish)
+        if limit <= 0 and not lease.granted:
+            # Waiting for its task to run it would stand in the way of others for the moment.
+            lease.release()
+            self._busy(frame, link, "queue_full")
+            return None
+        key, deadline = task[:2], trio.current_time() + limit
+        group = Group(key, wants, lease, self._room.join(), ttl, deadline, wish=self._choices.wish)
+        self._groups[link, *key] = group
         link.start(task, self._run, group, link)
         self.on_change()
         return group
@@ -179,8 +185,11 @@ class DecodeNode:
         if wants.pages(self._cache.page_size) > self._cache.num_pages:
             raise InvalidRequestError("prompt and max_tokens need more KV pages than the node has", param="max_tokens")
 
-    def _busy(self, frame: Reserve | Decode | Group, link: LinkRequests, reason: BusyReason) -> None:
-        self._metrics.refused(reason)
+    def _busy(
+        self, frame: Reserve | Decode | Group, link: LinkRequests, reason: BusyReason, *, count: bool = True
+    ) -> None:
+        if count:
+            self._metrics.refused(reason)
         link.send(Busy(frame.id, frame.epoch, reason, self._waits.retry_after))
 
     async def _run(self, request: Request, group: Group, link: LinkRequests) -> None:
@@ -192,7 +201,7 @@ class DecodeNode:
                     if seqs is not None:
                         await self._choices.serve(request, group, seqs, link)
         finally:
-            self._groups.pop(group.key, None)
+            self._groups.pop((link, *group.key), None)
             self.on_change()
 
     async def _leased(self, request: Request, group: Group, link: LinkRequests) -> bool:
@@ -219,7 +228,7 @@ class DecodeNode:
             self._reserved -= group.n
             self._metrics.reservation_ended(outcome)
         if outcome == "expired":
-            del self._groups[group.key]  # before anything else can run: a late claim finds nothing
+            del self._groups[link, *group.key]  # before anything else can run: a late claim finds nothing
         return outcome == "claimed"
 
     async def _admit(self, request: Request, group: Group, link: LinkRequests) -> list[Sequence] | None:

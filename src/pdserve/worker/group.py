@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import attrs
 import trio
 
 from pdserve.errors import InvalidRequestError
+from pdserve.wire.footprint import Footprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,24 +18,6 @@ if TYPE_CHECKING:
 
 GroupKey = tuple[str, int]
 """(request id, epoch)"""
-
-
-@attrs.frozen
-class Footprint:
-    """What a request will take of a node: `n` slots, and pages for a prompt and `n` outputs, all lengths in tokens."""
-
-    prompt_tokens: int
-    max_tokens: int
-    n: int
-
-    def pages(self, page_size: int, computed: int | None = None) -> int:
-        """The worst case. The full pages of the `computed` first positions are shared by all choices."""
-        if computed is None:
-            computed = self.prompt_tokens - 1
-        # The KV of the last token of an output is never computed.
-        each = -(-(self.prompt_tokens + self.max_tokens - 1) // page_size)
-        shared = computed // page_size
-        return shared + self.n * (each - shared)
 
 
 class Group:

@@ -144,7 +144,11 @@ class PrefillNode:
             self._cache.release(pages)
             ended.set()
 
-        hold = self._owner.hold(pages, seq.prompt_len, on_end, self._config.hold_timeout)
+        try:
+            hold = self._owner.hold(pages, seq.prompt_len, on_end, self._config.hold_timeout)
+        except BaseException:
+            self._cache.release(pages)
+            raise
         try:
             request.hold = hold
             first = () if self._omit_first_token else tuple(_first_token(output) for output in drawn)
