@@ -21,8 +21,14 @@ from e2e.service import OF_REQUESTS, Service, alive, free_ports
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
 
-WORKERS = ("decode-0", "decode-1", "prefill-2", "prefill-3")
-MASTERS = ("master-0", "master-1")
+NAMES = {
+    "master": ("master-0", "master-1"),
+    "prefill": ("prefill-2", "prefill-3"),
+    "decode": ("decode-0", "decode-1"),
+}
+"""The processes of each role; those of `up` as it numbers them."""
+MASTERS = NAMES["master"]
+WORKERS = NAMES["prefill"] + NAMES["decode"]
 HEAL_TIMEOUT = 60.0
 QUIET_TIMEOUT = 20.0
 _EXIT_TIMEOUT = 30.0

@@ -9,7 +9,7 @@ import attrs
 import trio
 
 from chaos.ledger import Ledger
-from chaos.storm import Storm, plan
+from chaos.storm import SIGNALS, Storm, plan
 
 if TYPE_CHECKING:
     from chaos.fleet import Fleet
@@ -88,7 +88,8 @@ class Scenario:
         self._storm.note(f"{when}: quiet after {quiet:.1f} s, slowest request {self._load.slowest:.1f} s")
         assert not self._load.violations, "\n".join(self._load.violations[:5])
         pids = self._fleet.pids()
-        gone = self._fleet.started().keys() - set(pids.values()) - {struck.pid for struck in self._storm.struck}
+        told = {struck.pid for struck in self._storm.struck if struck.event.kind in SIGNALS}
+        gone = self._fleet.started().keys() - set(pids.values()) - told
         assert not gone, f"processes ended that nobody had told to: {gone}"
         await self._ledger.take(pids)
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
+from chaos.fleet import NAMES
 from chaos.sockets import connections, shut_down
 
 if TYPE_CHECKING:
     from chaos.fleet import Fleet
 
-ROLES = ("master", "prefill", "decode")
+ROLES = tuple(NAMES)
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM}
 CLOSED_SOCKET = "closed socket"
 KINDS = (*SIGNALS, "SIGSTOP", CLOSED_SOCKET)
@@ -98,59 +99,71 @@ class Storm:
 
     async def _strike(self, event: Event, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Started: the process has been struck."""
-        name, pid, fd = await self._find(event)
-        pidfd = os.pidfd_open(pid)
+        name, pid, pidfd = await self._hit(event)
+        # No other task has run since the blow: what clients see of it from here on is excused by what is noted here.
         try:
             self.struck.append(Struck(trio.current_time(), event, name, pid))
             self.note(f"{event.kind:13} {name} (pid {pid})" + (f" {event.seconds:.1f} s" * (event.kind == "SIGSTOP")))
-            if event.kind == CLOSED_SOCKET:
-                shut_down(pidfd, fd)
-                task_status.started()
-            elif event.kind == "SIGSTOP":
-                await self._stop(pidfd, event.seconds, task_status)
-            elif event.role == "master":
+            task_status.started()
+            if event.kind == "SIGSTOP":
+                await self._go_on(pidfd, event.seconds)
+            elif event.kind in SIGNALS and event.role == "master":
                 seat = self._fleet.seats[name]
                 with seat.outage():
-                    await self._end(pidfd, pid, event, task_status)
+                    await self._end(pidfd, pid, event.kind)
                     await self._fleet.wait_answers(seat)
-                    self.note(f"              {name} is back")
-            else:
-                await self._end(pidfd, pid, event, task_status)
+                self.note(f"              {name} is back")
+            elif event.kind in SIGNALS:
+                await self._end(pidfd, pid, event.kind)
         finally:
             os.close(pidfd)
 
-    async def _stop(self, pidfd: int, seconds: float, task_status: trio.TaskStatus[None]) -> None:
+    async def _hit(self, event: Event) -> tuple[str, int, int]:
+        """Name, pid and pidfd of the process that was struck.
+
+        A signal that ends it waits for the wanted process; anything else takes the other of the role if that is there.
+        """
+        wanted, other = NAMES[event.role][event.which], NAMES[event.role][1 - event.which]
+        names = (wanted,) if event.kind in SIGNALS else (wanted, other)
+        with trio.move_on_after(_FIND_TIMEOUT):
+            while True:
+                pids = self._fleet.pids()
+                for name in (name for name in names if name in pids):
+                    with suppress(OSError):  # the process, or its socket, has gone in this moment
+                        pidfd = os.pidfd_open(pids[name])
+                        try:
+                            if self._blow(event, name, pids[name], pidfd):
+                                return name, pids[name], pidfd
+                        except BaseException:
+                            os.close(pidfd)
+                            raise
+                        os.close(pidfd)
+                await trio.sleep(0.02)
+        raise AssertionError(f"no process for {event} in {_FIND_TIMEOUT:g} s; there are {self._fleet.pids()}")
+
+    def _blow(self, event: Event, name: str, pid: int, pidfd: int) -> bool:
+        """False: there is nothing to strike. Raises OSError when it has just gone."""
+        if event.kind != CLOSED_SOCKET:
+            signal.pidfd_send_signal(pidfd, SIGNALS.get(event.kind, signal.SIGSTOP))
+            return True
+        fds = self._links(name, pid)
+        if fds:
+            shut_down(pidfd, fds[int(event.seconds * 1000) % len(fds)])
+        return bool(fds)
+
+    async def _go_on(self, pidfd: int, seconds: float) -> None:
         try:
-            signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
-            task_status.started()
             await trio.sleep(seconds)
         finally:
             with suppress(ProcessLookupError):  # another event has ended it
                 signal.pidfd_send_signal(pidfd, signal.SIGCONT)
 
-    async def _end(self, pidfd: int, pid: int, event: Event, task_status: trio.TaskStatus[None]) -> None:
+    async def _end(self, pidfd: int, pid: int, kind: str) -> None:
         began = trio.current_time()
-        signal.pidfd_send_signal(pidfd, SIGNALS[event.kind])
-        task_status.started()
         with trio.move_on_after(_LEAVE_TIMEOUT) as scope:
             await trio.lowlevel.wait_readable(pidfd)
-        assert not scope.cancelled_caught, f"process {pid} has not left {_LEAVE_TIMEOUT:g} s after {event.kind}"
-        self.note(f"              pid {pid} ended {trio.current_time() - began:.2f} s after {event.kind}")
-
-    async def _find(self, event: Event) -> tuple[str, int, int]:
-        """Name and pid of the process to strike, and the socket to close; the other of the role if it is not there."""
-        with trio.move_on_after(_FIND_TIMEOUT):
-            while True:
-                pids = self._fleet.pids()
-                names = sorted(name for name in pids if name.startswith(event.role))
-                for name in names[event.which :] + names[: event.which]:
-                    if event.kind != CLOSED_SOCKET:
-                        return name, pids[name], -1
-                    fds = self._links(name, pids[name])
-                    if fds:
-                        return name, pids[name], fds[int(event.seconds * 1000) % len(fds)]
-                await trio.sleep(0.02)
-        raise AssertionError(f"no process for {event} in {_FIND_TIMEOUT:g} s; there are {self._fleet.pids()}")
+        assert not scope.cancelled_caught, f"process {pid} has not left {_LEAVE_TIMEOUT:g} s after {kind}"
+        self.note(f"              pid {pid} ended {trio.current_time() - began:.2f} s after {kind}")
 
     def _links(self, name: str, pid: int) -> list[int]:
         """The file descriptors of its node links."""

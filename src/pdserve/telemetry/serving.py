@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 from hypercorn.config import Config
+from hypercorn.events import Updated
 from hypercorn.logging import Logger
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
@@ -20,6 +21,7 @@ from pdserve.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hypercorn.events import Event
     from hypercorn.typing import ResponseSummary, WWWScope
 
 log = logging.getLogger("pdserve.http")
@@ -121,7 +123,7 @@ class _Connections:
         self._open.add(transport)
         try:
             # hypercorn types the stream as TLS only, and handles both.
-            await TCPServer(self._app, self._config, self.context, ConnectionState({}), stream)  # type: ignore[arg-type]
+            await _Server(self._app, self._config, self.context, ConnectionState({}), stream)  # type: ignore[arg-type]
         except Exception:
             log.exception("an HTTP connection failed")
         finally:
@@ -140,6 +142,24 @@ class _Connections:
         """Close every socket at once. This also ends hypercorn's shielded sends, which no cancellation reaches."""
         for transport in self._open:
             transport.socket.close()
+
+
+class _Server(TCPServer):
+    """hypercorn's server of one connection, which would keep the socket of a client that has closed it for as long as
+    an idle client may take: with clients that close after each answer, a minute's worth of file descriptors.
+    """
+
+    _closed = False
+    """By the client: from then on the connection is not idle but over."""
+
+    async def protocol_send(self, event: Event) -> None:
+        if not (self._closed and isinstance(event, Updated)):
+            await super().protocol_send(event)
+
+    async def _read_data(self) -> None:
+        await super()._read_data()
+        self._closed = True
+        await self.idle_task.stop()
 
 
 def _config(certfile: str | None, keyfile: str | None, max_header_bytes: int, keep_alive: float) -> Config:
