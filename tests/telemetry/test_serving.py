@@ -1,3 +1,4 @@
+import contextlib
 import ssl
 from contextlib import asynccontextmanager
 
@@ -227,3 +228,20 @@ async def test_ipv6_urls_have_brackets():
 
         (url,) = await nursery.start(serve)
     assert url.startswith("http://[::1]:")
+
+
+async def test_headers_that_come_byte_by_byte_have_a_deadline_for_all_of_them():
+    async with serving(keep_alive=0.5) as (_, url, _), await dial(url) as stream, trio.open_nursery() as nursery:
+
+        async def trickle():
+            with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                for byte in b"GET / HTTP/1.1\r\nX: " + b"y" * 10_000:
+                    await stream.send_all(bytes([byte]))
+                    await trio.sleep(0.02)
+
+        nursery.start_soon(trickle)
+        async with httpx.AsyncClient(base_url=url) as other:
+            assert (await other.get("/")).status_code == 200
+        with trio.fail_after(3), contextlib.suppress(trio.BrokenResourceError):
+            assert await rest(stream) == b""
+        nursery.cancel_scope.cancel()
