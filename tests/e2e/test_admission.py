@@ -195,6 +195,7 @@ class SecondMaster:
         self.process.wait(30)
 
 
+@pytest.mark.failure(29)
 def test_a_killed_master_gives_everything_back_within_a_second_and_the_other_never_notices(
     sim, tmp_path, free_ports, await_true
 ):

@@ -42,6 +42,7 @@ def test_a_client_that_leaves_before_any_output(service, path):
     service.wait_quiet()
 
 
+@pytest.mark.failure(32)
 def test_the_same_request_id_twice_at_once_is_two_right_answers(service):
     prompts = ["The sun", "A cat"]
     alone = [service.stream(prompt).ids for prompt in prompts]
@@ -91,6 +92,7 @@ def work_done(service) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.failure(12)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_bad_requests_name_the_parameter_and_reach_no_worker(service, stream):
     service.wait_quiet()
@@ -110,6 +112,7 @@ def test_bad_requests_name_the_parameter_and_reach_no_worker(service, stream):
     assert work_done(service) == before
 
 
+@pytest.mark.failure(33)
 def test_prompts_over_the_prefill_queue_are_refused_at_once_and_the_rest_complete(sim):
     flags = ("--prefill-queue-tokens", "20000", "--sim-prefill-tokens-per-s", "20000", "--sim-decode-ms", "1")
     with sim(*flags) as it, ThreadPoolExecutor(100) as pool:

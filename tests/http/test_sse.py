@@ -202,6 +202,7 @@ class Flood:
             index += 1
 
 
+@pytest.mark.failure(28)
 async def test_a_client_that_does_not_read_loses_its_generation(running, post):
     """The lease goes after the app's timeout though the send is shielded; the connection after the kernel's."""
     async with running(slow_reader_timeout=0.3, user_timeout=0.8) as server:
@@ -213,6 +214,7 @@ async def test_a_client_that_does_not_read_loses_its_generation(running, post):
         await stream.aclose()
 
 
+@pytest.mark.failure(28)
 async def test_the_kernel_cuts_a_client_that_does_not_read(running, post):
     async with running(slow_reader_timeout=60, user_timeout=0.5) as server:
         server.master.script = Flood()

@@ -206,6 +206,7 @@ async def test_two_busy_masters_are_served_in_order_of_arrival(two_masters, auto
         assert {id_.split("-")[0] for id_ in arrived[:8]} == {id_.split("-")[0] for id_ in arrived}
 
 
+@pytest.mark.failure(29)
 async def test_a_dead_master_gives_back_its_leases_and_reservations_and_the_other_never_notices(
     two_masters, autojump_clock
 ):

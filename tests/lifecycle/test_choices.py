@@ -55,6 +55,7 @@ async def test_choices_come_interleaved(cluster, autojump_clock):
         assert sum(choice != 0 for choice in order[:last_of_first]) > 10
 
 
+@pytest.mark.failure(17)
 async def test_the_prompt_is_computed_and_pulled_once_and_its_full_pages_are_shared(cluster, autojump_clock):
     async with cluster(prefill={"sim_prefill_tokens_per_s": 1000.0}) as it:
         decode, prompt = it.node("d0"), prompt_of(16 * 10 + 5)
@@ -205,6 +206,7 @@ async def test_one_choice_that_fails_after_the_commit_leaves_the_others_alone(cl
         assert isinstance(found[1].error, WorkerFailedError)
 
 
+@pytest.mark.failure(17)
 @pytest.mark.parametrize("choice", [0, 1, 2])
 async def test_one_choice_cancelled_in_the_transfer_costs_the_others_nothing(choice, cluster, autojump_clock):
     async with cluster(decode={"faults": "transfer-delay=0.5"}) as it:
@@ -250,6 +252,7 @@ async def test_a_failed_transfer_is_one_error_of_the_whole_request(max_tokens, c
                 await it.choices(prompt_of(20), 3, max_tokens=max_tokens, **SAMPLED)
 
 
+@pytest.mark.failure(17)
 async def test_more_choices_than_any_node_has_slots_are_invalid_and_reach_nobody(cluster, autojump_clock):
     async with cluster(decode={"max_running_requests": 2}) as it:
         with pytest.raises(InvalidRequestError, match="at most 2") as caught:

@@ -58,6 +58,7 @@ async def test_a_cancel_at_any_instant_gives_all_back_within_a_step(faults, with
         assert await it.ids(prompt_of(40), max_tokens=5) == expected(prompt_of(40), 5)
 
 
+@pytest.mark.failure(2)
 async def test_a_cancel_during_a_transfer_frees_slot_and_lease_at_once_but_not_the_pages(cluster, autojump_clock):
     async with cluster(decode={"faults": "transfer-delay=1.0"}) as it:
         decode = it.nodes[1]
@@ -194,6 +195,7 @@ async def test_without_retry_a_lost_node_is_an_error(cluster, autojump_clock):
                 await it.ids(prompt_of(200), max_tokens=5)
 
 
+@pytest.mark.failure(26)
 @pytest.mark.parametrize("role", ["p0", "d0"])
 async def test_a_node_that_falls_silent_is_lost_within_its_heartbeats_and_dials_again(role, cluster, autojump_clock):
     async with cluster(heartbeat_interval=1.0, prefill={"heartbeat_interval": 1.0}) as it:
@@ -210,6 +212,7 @@ async def test_a_node_that_falls_silent_is_lost_within_its_heartbeats_and_dials_
         assert await it.ids(prompt_of(20), max_tokens=5) == expected(prompt_of(20), 5)
 
 
+@pytest.mark.failure(30)
 async def test_a_malformed_frame_costs_that_link_and_nothing_else(cluster, autojump_clock):
     async with cluster(decodes=2) as it:
         (victim,) = [node for node in it.registry.nodes() if node.node_id == "d1"]
@@ -223,6 +226,7 @@ async def test_a_malformed_frame_costs_that_link_and_nothing_else(cluster, autoj
         assert "d1" in {node.node_id for node in it.registry.nodes()}
 
 
+@pytest.mark.failure(30)
 async def test_a_worker_with_another_token_is_refused_without_a_trace(cluster, autojump_clock):
     async with cluster() as it:
         with pytest.raises(trio.TooSlowError):

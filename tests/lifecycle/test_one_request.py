@@ -67,6 +67,7 @@ async def test_a_client_that_leaves_at_any_moment_leaves_nothing(cluster, autoju
         )
 
 
+@pytest.mark.failure(20)
 @pytest.mark.trio
 async def test_the_first_token_is_there_before_the_transfer_has_finished(cluster, autojump_clock):
     async with cluster(decode={"faults": "transfer-delay=2.0"}) as it:
@@ -152,6 +153,7 @@ async def test_a_full_decode_node_is_busy_at_once_and_a_waiting_one_at_its_deadl
             assert sorted(reasons) == [("queue_full", 0), ("timeout", 2)]
 
 
+@pytest.mark.failure(33)
 @pytest.mark.trio
 async def test_the_surplus_over_the_prefill_queue_is_refused_at_once(cluster, autojump_clock):
     limits = {"prefill_queue_tokens": 10000, "sim_prefill_tokens_per_s": 20000.0}
@@ -175,6 +177,7 @@ async def test_the_surplus_over_the_prefill_queue_is_refused_at_once(cluster, au
         assert outcomes.count(2) == 10
 
 
+@pytest.mark.failure(32)
 @pytest.mark.trio
 async def test_the_same_label_twice_at_once_is_two_requests(cluster, autojump_clock):
     async with cluster() as it:
@@ -221,6 +224,7 @@ async def test_a_decode_node_lost_in_the_middle_is_one_error(cluster, autojump_c
             await it.ids([65], max_tokens=1)
 
 
+@pytest.mark.failure(27)
 @pytest.mark.trio
 async def test_a_newer_registration_outlives_the_clean_up_of_the_older(cluster, autojump_clock):
     async with cluster() as it:
@@ -255,6 +259,7 @@ async def test_a_newer_decode_node_serves_and_one_without_admission_is_refused_a
         assert any("old" in reason and "decode_admission" in reason for reason in it.master.readiness().reasons)
 
 
+@pytest.mark.failure(1)
 @pytest.mark.trio
 async def test_a_client_that_leaves_between_prefill_and_decode_fifty_times(cluster, autojump_clock):
     async with cluster(decode={"max_running_requests": 1}) as it:

@@ -66,6 +66,7 @@ def test_a_lost_node_wakes_all_its_requests_once():
     assert node.mailboxes == {}
 
 
+@pytest.mark.failure(27)
 def test_a_newer_registration_replaces_the_older_whose_end_then_changes_nothing():
     registry, old_link, box = Registry(), Link(), Box()
     old_context = old_link.join(registry, hello("d0", incarnation="a"))

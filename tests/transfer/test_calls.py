@@ -40,6 +40,7 @@ async def test_order_one_thread_and_errors_as_results():
     assert threads[0] != threading.get_ident()
 
 
+@pytest.mark.failure(31)
 async def test_hung_call_is_fatal_and_named():
     calls = ThreadCalls(timeout=0.2)
     release = threading.Event()

@@ -50,6 +50,7 @@ async def test_nothing_to_read_is_over_at_once(autojump_clock, pair):
     await pair.quiescent()
 
 
+@pytest.mark.failure(3)
 async def test_replay_of_a_consumed_handle_is_stale(autojump_clock, pair):
     hold = pair.p.hold()
     first = pair.d.pull(hold)
@@ -71,6 +72,7 @@ async def test_unknown_hold_is_stale(autojump_clock, pair):
     await pair.quiescent()
 
 
+@pytest.mark.failure(23)
 async def test_hold_expires_without_traffic_and_can_be_renewed(autojump_clock, pair):
     hold = pair.p.hold(timeout=10)
     other = pair.p.hold(timeout=15)
@@ -97,6 +99,7 @@ async def test_expiry_during_the_read_makes_it_stale(autojump_clock, pair):
     await pair.quiescent()
 
 
+@pytest.mark.failure(2)
 @pytest.mark.parametrize("land_early", [False, True])
 async def test_pages_of_an_abandoned_read_stay_in_quarantine_until_it_is_terminal(autojump_clock, pair, land_early):
     pair.network.delay = 5
@@ -209,6 +212,7 @@ async def test_failure_seam(autojump_clock, new_pair):
     await pair.quiescent()
 
 
+@pytest.mark.failure(5)
 async def test_disconnect_fails_all_pulls_at_once_and_frees_abandoned_pages(autojump_clock, pair):
     pair.network.delay = 10
     pulls = [pair.d.pull(pair.p.hold(2)) for _ in range(3)]
@@ -281,6 +285,7 @@ async def test_unknown_peer_is_waited_for(autojump_clock, new_pair):
     await pair.quiescent()
 
 
+@pytest.mark.failure(8)
 async def test_peer_that_is_never_reported(autojump_clock, new_pair):
     pair = await new_pair().start()
     pull = pair.d.pull(pair.p.hold(timeout=30))
