@@ -148,13 +148,13 @@ class Load:
             yield
             self._stopping = True
 
-    async def windows(self, count: int, seconds: float) -> list[float]:
-        """Tokens a second in each of so many windows, one after the other."""
+    async def windows(self, count: int, seconds: float, clock: Callable[[], float]) -> list[float]:
+        """Tokens a second of the clock in each of so many windows, one after the other."""
         found = []
         for _ in range(count):
-            tokens, began = self.tokens, trio.current_time()
+            tokens, began = self.tokens, clock()
             await trio.sleep(seconds)
-            found.append((self.tokens - tokens) / (trio.current_time() - began))
+            found.append((self.tokens - tokens) / (clock() - began))
         return found
 
     async def _client(self, random_: random.Random) -> None:

@@ -46,6 +46,6 @@ async def test_every_loss_of_every_role_with_a_model(seed, environment, tmp_path
     up_flags = (*UP, "--dtype=float32", "--kv-tokens=8192", "--max-running-requests=4", "--admission-queue-size=64")
     async with open_fleet(tmp_path, master_flags=COMMON, up_flags=up_flags, env=environment) as fleet:
         fronts = list(fleet.seats.values())
-        load = Load(fronts, ModelAsks(), clients=3, deadline=DEADLINE, leave_within=3.0, seed=seed)
-        course = Course(seed, 1, gap=6.0, window=8.0, settle=6.0, patience=PATIENCE)
+        load = Load(fronts, ModelAsks(), clients=5, deadline=DEADLINE, leave_within=3.0, seed=seed)
+        course = Course(seed, 1, gap=6.0, window=8.0, settle=6.0, patience=PATIENCE, all_cpus=True)
         await Scenario(course, fleet, load).run()
