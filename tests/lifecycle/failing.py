@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-from lifecycle.cluster import TOKENIZER, Cluster
+from lifecycle.cluster import BASE, TOKENIZER, Cluster
 from lifecycle.steps import Client
+from pdserve.config import DecodeConfig, PrefillConfig
 from pdserve.engine.sim import expected_tokens
 from pdserve.http.app import build_app
 from pdserve.wire.messages import SamplingParams
@@ -151,3 +152,15 @@ def fail_steps(it: Cluster, node_id: str, when: Callable[[object], bool] = lambd
 async def bury() -> None:
     """Before the end of a test: nodes whose engine has failed have closed their links and ended."""
     await trio.sleep(3)
+
+
+def config(node_id: str, **more) -> PrefillConfig | DecodeConfig:
+    """Of a Prefill node where the name begins with p."""
+    kind = PrefillConfig if node_id.startswith("p") else DecodeConfig
+    return kind(**{**BASE, "node_id": node_id, **more})
+
+
+async def until(done, within: float) -> None:
+    with trio.fail_after(within):
+        while not done():
+            await trio.sleep(0.005)
