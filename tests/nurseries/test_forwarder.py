@@ -150,6 +150,19 @@ async def test_over_its_bound_in_the_middle_of_a_send(open_sockets, autojump_clo
 
 
 @pytest.mark.trio
+async def test_one_frame_that_takes_too_long_ends_the_writer_though_no_lane_is_full(open_sockets, autojump_clock):
+    outbox = make()
+    async with open_sockets() as (ws, stream, _):
+        stream.stall()
+        outbox.control("only one")
+        began = trio.current_time()
+        with pytest.raises(OutboxFull, match="within 6 s"):
+            await forward(ws, outbox, timeout=6.0)
+        assert trio.current_time() - began == pytest.approx(6.0)
+        assert not await outbox.settled()
+
+
+@pytest.mark.trio
 async def test_encode_that_fails_ends_the_writer_not_the_caller(open_sockets, autojump_clock):
     outbox = Outbox(encode=lambda frame: 1 / frame)
     outbox.control(0)

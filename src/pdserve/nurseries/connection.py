@@ -182,6 +182,7 @@ async def connection_scope(
     connection lives: the writer is cancelled only after the socket was closed.
 
     `on_message` is synchronous and must be quick; every message counts as a heartbeat first. `on_sent`: see `forward`.
+    A frame that cannot be written within the heartbeat's patience is a failure too: silence is found from both ends.
     """
     others: list[BaseException] = []  # Cancelled from outside, KeyboardInterrupt and the like
     connection: Connection | None = None
@@ -194,7 +195,7 @@ async def connection_scope(
 
     async def write(guard: Callable[..., Awaitable[None]]) -> None:
         with writer:
-            await guard(lambda: forward(ws, outbox, on_sent=on_sent))
+            await guard(lambda: forward(ws, outbox, timeout=heartbeat.patience, on_sent=on_sent))
 
     # Shielded: an outer cancel must not tear a frame, and children may still queue frames while they clean up. It ends
     # in the `finally` below, whatever happens.

@@ -6,6 +6,7 @@ reads too slowly costs the link, never a caller: when a lane is over its bound t
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 
 class OutboxFull(Exception):
-    """A lane is over its bound: the peer does not read fast enough. Raised in the writer, ends the connection."""
+    """A lane is over its bound, or a frame takes too long to write: the peer does not read fast enough.
+
+    Raised in the writer, ends the connection."""
 
 
 class Outbox:
@@ -153,30 +156,39 @@ class Outbox:
             self._wake = trio.Event()
             await self._wake.wait()
 
-    async def _send(self, ws: WebSocketConnection, frame: bytes | str) -> None:
+    async def _send(self, ws: WebSocketConnection, frame: bytes | str, timeout: float) -> None:
         # Only a completed send clears `_sending`: after any other end the stream may hold half a frame.
         self._sending = True
         self._quiet = trio.Event()
         try:
-            with trio.CancelScope() as self._send_scope:
+            with trio.CancelScope(deadline=trio.current_time() + timeout) as self._send_scope:
                 await ws.send_message(frame)
                 self._sending = False
         finally:
             self._send_scope = None
             self._quiet.set()
+        if self._sending and self._failure is None:
+            self._fail(f"a frame could not be written within {timeout:g} s")
         self._check_written()
 
 
-async def forward(ws: WebSocketConnection, outbox: Outbox, *, on_sent: Callable[[int], None] | None = None) -> NoReturn:
+async def forward(
+    ws: WebSocketConnection,
+    outbox: Outbox,
+    *,
+    timeout: float = math.inf,
+    on_sent: Callable[[int], None] | None = None,
+) -> NoReturn:
     """Write the outbox to the socket, one frame at a time; the only task that does so.
 
     Never returns: it is cancelled together with the connection. However it ends, the outbox is closed. `on_sent` is
-    told the length of every frame written. Raises OutboxFull, ConnectionClosed, and whatever `encode` raises.
+    told the length of every frame written. Raises OutboxFull, also when one frame takes longer than `timeout` seconds,
+    ConnectionClosed, and whatever `encode` raises.
     """
     try:
         while True:
             frame = await outbox._next()
-            await outbox._send(ws, frame)
+            await outbox._send(ws, frame, timeout)
             if on_sent is not None and not outbox._sending:
                 on_sent(len(frame))
     finally:
