@@ -37,15 +37,22 @@ async def test_a_client_that_leaves_before_decode_is_asked_leaves_prefill_full_f
 
 @pytest.mark.failure(3)
 @pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("digest", [True, False], ids=["digest", "no digest"])
 @pytest.mark.parametrize("stale", ["consumed", "released", "of an earlier life", "of another length"])
-async def test_a_stale_handle_is_an_error_and_never_another_prompts_answer(stale, whole, cluster, autojump_clock):
+async def test_a_stale_handle_is_an_error_and_never_another_prompts_answer(
+    stale, digest, whole, cluster, autojump_clock
+):
+    """Where a handle does not tell its prompt, like those of older nodes, the confirmation by Prefill finds it."""
     async with cluster() as it:
         kept: list[Decode] = []
 
         def replay(frame):
             if isinstance(frame, Decode):
                 kept.append(frame)
-                return msgspec.structs.replace(frame, handle=kept[0].handle) if len(kept) == 2 else frame
+                if len(kept) == 2:
+                    handle = msgspec.msgpack.decode(kept[0].handle)
+                    handle[6] = handle[6] if digest else 0
+                    return msgspec.structs.replace(frame, handle=msgspec.msgpack.encode(handle))
             return frame
 
         change(it, "d0", replay)
@@ -64,6 +71,33 @@ async def test_a_stale_handle_is_an_error_and_never_another_prompts_answer(stale
         assert (victim.status, victim.ids) == ((502, []) if whole else (200, expected(prompt_of(40, 2), 8)[:1]))
         again = await ask(it, prompt_of(40, 2), max_tokens=8)
         assert (again.ids, again.done) == (expected(prompt_of(40, 2), 8), True)
+
+
+@pytest.mark.failure(3)
+async def test_a_living_handle_of_another_prompt_is_refused_by_decode(cluster, autojump_clock):
+    async with cluster() as it:
+        kept: list[Decode] = []
+
+        def swap(frame):
+            if isinstance(frame, Decode):
+                kept.append(frame)
+                return msgspec.structs.replace(frame, handle=kept[0].handle) if len(kept) == 2 else frame
+            return frame
+
+        change(it, "d0", swap)
+        it.network.delay = 1.0  # the first READ runs, so its hold lives
+        answers = []
+
+        async def run(salt):
+            answers.append(await ask(it, prompt_of(40, salt), max_tokens=8))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run, 1)
+            await trio.sleep(0.5)
+            nursery.start_soon(run, 2)
+        victim, first = answers
+        assert "another prompt" in victim.errors[0]["message"]
+        assert (first.ids, first.done) == (expected(prompt_of(40, 1), 8), True)
 
 
 @pytest.mark.failure(7)

@@ -5,6 +5,8 @@ Every call is made by the one owner, serially. No call blocks on the network for
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -24,6 +26,14 @@ class KvHandle(msgspec.Struct, frozen=True, array_like=True):
     pages: tuple[int, ...]
     tokens: int
     """KV positions that the pages hold; only the last page can be partial."""
+    digest: int = 0
+    """`prompt_digest` of the prompt, so that a handle cannot serve another one; 0: from an older node, not told."""
+
+
+def prompt_digest(token_ids: Sequence[int]) -> int:
+    """63 bits of BLAKE2b over the ids; never 0."""
+    digest = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1 or 1
 
 
 class TransferAgent(Protocol):

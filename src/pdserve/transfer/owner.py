@@ -208,16 +208,21 @@ class TransferOwner:
 
     # --- the Prefill side
 
-    def hold(self, pages: Sequence[int], tokens: int, on_end: Callable[[str], None], timeout: float) -> Hold:
+    def hold(
+        self, pages: Sequence[int], tokens: int, on_end: Callable[[str], None], timeout: float, *, digest: int = 0
+    ) -> Hold:
         """Offer `pages`, which the caller keeps pinned until `on_end(reason)`, to be pulled within `timeout` seconds.
+
+        They hold the KV of a prompt of `tokens` tokens with this `prompt_digest`.
 
         `on_end` is called exactly once, synchronously: `pulled`, `expired`, or the reason given to `Hold.end`.
         """
         self._check_open()
 
         def encode(id_: int) -> bytes:
+            memory = self._memory
             return msgspec.msgpack.encode(
-                KvHandle(self._agent.name, id_, self._memory.address, self._memory.page_bytes, tuple(pages), tokens)
+                KvHandle(self._agent.name, id_, memory.address, memory.page_bytes, tuple(pages), tokens, digest)
             )
 
         hold = self._holds.add(encode, timeout, on_end)

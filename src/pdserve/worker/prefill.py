@@ -9,6 +9,7 @@ import trio
 from pdserve.admission.waits import MeasuredWaits
 from pdserve.engine.scheduler import Sequence
 from pdserve.errors import InvalidRequestError
+from pdserve.transfer.agent import prompt_digest
 from pdserve.wire.messages import GROUP, Busy, FirstToken, NodeStats, Prefilled
 
 if TYPE_CHECKING:
@@ -145,7 +146,8 @@ class PrefillNode:
             ended.set()
 
         try:
-            hold = self._owner.hold(pages, seq.prompt_len, on_end, self._config.hold_timeout)
+            digest = prompt_digest(frame.token_ids)
+            hold = self._owner.hold(pages, seq.prompt_len, on_end, self._config.hold_timeout, digest=digest)
         except BaseException:
             self._cache.release(pages)
             raise

@@ -8,7 +8,7 @@ import msgspec
 import trio
 
 from pdserve.errors import TransferError
-from pdserve.transfer.agent import KvHandle
+from pdserve.transfer.agent import KvHandle, prompt_digest
 from pdserve.wire.messages import Settled
 
 if TYPE_CHECKING:
@@ -106,5 +106,7 @@ class PromptKv:
         length = len(self._frame.token_ids)
         if handle.tokens != length:
             raise TransferError(f"the KV handle is of {handle.tokens} tokens, the prompt has {length}")
+        if handle.digest not in (0, prompt_digest(self._frame.token_ids)):
+            raise TransferError("the KV handle is of another prompt")
         # P may hold one page more than is needed here, when the last position is computed again.
         return msgspec.structs.replace(handle, pages=handle.pages[: len(self._pages)])
