@@ -21,6 +21,8 @@ ROLES = tuple(NAMES)
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM}
 CLOSED_SOCKET = "closed socket"
 KINDS = (*SIGNALS, "SIGSTOP", CLOSED_SOCKET)
+_LINK = "link"
+_TRANSFERS = "transfers"
 _STOP_SECONDS = (0.2, 4.0)
 """How long a process is stopped: too short to be noticed, up to well over what the heartbeat allows."""
 _FIND_TIMEOUT = 30.0
@@ -74,6 +76,8 @@ class Struck:
     event: Event
     name: str
     pid: int
+    transfers: bool = False
+    """What was closed is a connection of KV transfers: both ends remove their peer."""
 
 
 class Storm:
@@ -99,11 +103,11 @@ class Storm:
 
     async def _strike(self, event: Event, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Started: the process has been struck."""
-        name, pid, pidfd = await self._hit(event)
+        name, pid, pidfd, what = await self._hit(event)
         # No other task has run since the blow: what clients see of it from here on is excused by what is noted here.
         try:
-            self.struck.append(Struck(trio.current_time(), event, name, pid))
-            self.note(f"{event.kind:13} {name} (pid {pid})" + (f" {event.seconds:.1f} s" * (event.kind == "SIGSTOP")))
+            self.struck.append(Struck(trio.current_time(), event, name, pid, transfers=what == _TRANSFERS))
+            self.note(f"{event.kind:13} {name} (pid {pid}) {what}")
             task_status.started()
             if event.kind == "SIGSTOP":
                 await self._go_on(pidfd, event.seconds)
@@ -118,8 +122,8 @@ class Storm:
         finally:
             os.close(pidfd)
 
-    async def _hit(self, event: Event) -> tuple[str, int, int]:
-        """Name, pid and pidfd of the process that was struck.
+    async def _hit(self, event: Event) -> tuple[str, int, int, str]:
+        """Name, pid and pidfd of the process that was struck, and with what.
 
         A signal that ends it waits for the wanted process; anything else takes the other of the role if that is there.
         """
@@ -132,8 +136,8 @@ class Storm:
                     with suppress(OSError):  # the process, or its socket, has gone in this moment
                         pidfd = os.pidfd_open(pids[name])
                         try:
-                            if self._blow(event, name, pids[name], pidfd):
-                                return name, pids[name], pidfd
+                            if what := self._blow(event, name, pids, pidfd):
+                                return name, pids[name], pidfd, what
                         except BaseException:
                             os.close(pidfd)
                             raise
@@ -141,15 +145,17 @@ class Storm:
                 await trio.sleep(0.02)
         raise AssertionError(f"no process for {event} in {_FIND_TIMEOUT:g} s; there are {self._fleet.pids()}")
 
-    def _blow(self, event: Event, name: str, pid: int, pidfd: int) -> bool:
-        """False: there is nothing to strike. Raises OSError when it has just gone."""
+    def _blow(self, event: Event, name: str, pids: dict[str, int], pidfd: int) -> str:
+        """What was done; empty if there is nothing to strike. Raises OSError when it has just gone."""
         if event.kind != CLOSED_SOCKET:
             signal.pidfd_send_signal(pidfd, SIGNALS.get(event.kind, signal.SIGSTOP))
-            return True
-        fds = self._links(name, pid)
-        if fds:
-            shut_down(pidfd, fds[int(event.seconds * 1000) % len(fds)])
-        return bool(fds)
+            return f"for {event.seconds:.1f} s" if event.kind == "SIGSTOP" else "sent"
+        sockets = self._sockets(name, pids)
+        if not sockets:
+            return ""
+        fd, what = sockets[int(event.seconds * 1000) % len(sockets)]
+        shut_down(pidfd, fd)
+        return what
 
     async def _go_on(self, pidfd: int, seconds: float) -> None:
         try:
@@ -165,12 +171,15 @@ class Storm:
         assert not scope.cancelled_caught, f"process {pid} has not left {_LEAVE_TIMEOUT:g} s after {kind}"
         self.note(f"              pid {pid} ended {trio.current_time() - began:.2f} s after {kind}")
 
-    def _links(self, name: str, pid: int) -> list[int]:
-        """The file descriptors of its node links."""
+    def _sockets(self, name: str, pids: dict[str, int]) -> list[tuple[int, str]]:
+        """The file descriptors of its node links, and where transfers go over TCP of those, too."""
         seat = self._fleet.seats.get(name)
-        try:
-            found = connections(pid)
-        except (FileNotFoundError, ProcessLookupError):
-            return []
-        ports = self._fleet.link_ports()
-        return [one.fd for one in found if (one.local == seat.link_port if seat else one.remote in ports)]
+        mine = connections(pids[name])
+        if seat is not None:
+            return [(one.fd, _LINK) for one in mine if one.local == seat.link_port]
+        links = self._fleet.link_ports()
+        workers = [other for other in (*NAMES["prefill"], *NAMES["decode"]) if other != name and other in pids]
+        theirs = {one.local for other in workers for one in connections(pids[other])}
+        return [(one.fd, _LINK) for one in mine if one.remote in links] + [
+            (one.fd, _TRANSFERS) for one in mine if one.remote in theirs
+        ]
