@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 
-_THRESHOLDS = (20_000, 100, 100)
+_THRESHOLDS = (20_000, 10, 10)
 """With Python's default of 700 objects a pass over the middle generation comes several times a second and holds up
-every stream for some 10 ms. A request leaves no cyclic garbage, so little is lost by waiting."""
+every stream for some 10 ms. What a connection or a failure leaves in cycles still goes within minutes."""
 
 
 def relax() -> None:
