@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdserve")
 
+_LAST_BYTES = 2.0
+"""Seconds for clients to be told how their requests ended, when the drain's time is over."""
+
 
 async def run_master(config: MasterConfig) -> None:
     """HTTP for clients, links for nodes. Drains on SIGTERM, SIGINT, and when the process that started it is gone."""
@@ -70,10 +73,13 @@ async def run_master(config: MasterConfig) -> None:
             log.info("HTTP on %s, node links on %s:%d", ", ".join(urls), *links.getsockname()[:2])
             await drain.started.wait()
             master.draining = True
-            with trio.move_on_after(config.drain_timeout):
+            deadline = trio.current_time() + config.drain_timeout
+            with trio.move_on_at(deadline):
                 await master.coordinator.idle.wait()
+            master.coordinator.abort()
             stop.set()
-            await served.wait()
+            with trio.move_on_at(max(deadline, trio.current_time() + _LAST_BYTES)):
+                await served.wait()
         nursery.cancel_scope.cancel()
 
 

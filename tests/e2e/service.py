@@ -196,7 +196,11 @@ class Service:
         return {int(word) for path in tasks for word in path.read_text().split()}
 
     def ready(self) -> bool:
-        return self.client.get("/readyz").status_code == 200
+        """Also False while there is no Master to ask."""
+        try:
+            return self.client.get("/readyz").status_code == 200
+        except httpx.TransportError:
+            return False
 
     def nodes(self) -> list[dict]:
         return self.client.get("/readyz").json()["nodes"]

@@ -1,5 +1,6 @@
 """The processes of one `up`: what they are made of, what they cost when idle, and that none is ever left behind."""
 
+import os
 import re
 import signal
 import time
@@ -56,6 +57,24 @@ def test_a_drain_lets_a_running_stream_finish_and_takes_nothing_new(sim, number,
         stream = running.result()
         assert (len(stream.ids), stream.errors, stream.done) == (150, [], True)
         assert it.process.wait(60) == 0
+
+
+def test_what_does_not_finish_within_the_drain_is_told_and_the_master_leaves_in_time(sim, await_true):
+    with sim("--sim-decode-ms", "20", "--drain-timeout", "4") as it, ThreadPoolExecutor(2) as pool:
+        running = pool.submit(it.stream, "for ever", max_tokens=4000, ignore_eos=True)
+        whole = pool.submit(it.client.post, "/v1/completions", json=it.body("whole", max_tokens=4000, ignore_eos=True))
+        it.wait_leases(2)
+        master = it.pid("master")
+        began = time.monotonic()
+        os.kill(master, signal.SIGTERM)
+        stream = running.result()
+        stream.assert_failed()
+        assert "stopped before" in stream.errors[0]["message"]
+        assert whole.result().status_code == 503
+        await_true(lambda: it.pid("master") != master, 20, "the Master was not started again")
+        assert 4 <= time.monotonic() - began < 8
+        await_true(it.ready, 30, "not ready again")
+        it.wait_quiet()
 
 
 def test_a_second_signal_ends_everything_at_once(sim, await_true, is_alive):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import trio
 
-from pdserve.errors import DeadlineExceededError, RequestError, ServerBusyError, WorkerFailedError
+from pdserve.errors import DeadlineExceededError, NoWorkersError, RequestError, ServerBusyError, WorkerFailedError
 from pdserve.master.attempt import Attempt, AttemptLostError
 from pdserve.master.output import GenerationOutput
 
@@ -31,14 +31,19 @@ class _Request:
     id: str
     spec: GenerationRequest
     output: GenerationOutput
+    scope: trio.CancelScope
     phase: str = "queued"
     since: float = attrs.field(factory=trio.current_time)
     nodes: tuple[str, ...] = ()
     left: bool = False
-    """Nobody reads the output any more."""
+    """Nothing more is wanted of it."""
 
     def enter(self, phase: str, nodes: tuple[str, ...]) -> None:
         self.phase, self.nodes, self.since = phase, nodes, trio.current_time()
+
+    def leave(self) -> None:
+        self.left = True
+        self.scope.cancel()
 
 
 class Coordinator:
@@ -78,16 +83,21 @@ class Coordinator:
     @asynccontextmanager
     async def generate(self, spec: GenerationRequest) -> AsyncIterator[GenerationOutput]:
         """The request's scope: leaving it, however, cancels the work on both nodes and forgets the request."""
-        request = _Request(self._ids.next(), spec, GenerationOutput(len(spec.prompt_ids), spec.n))
         scope = trio.CancelScope(deadline=spec.accepted_at + self._total_deadline)
+        request = _Request(self._ids.next(), spec, GenerationOutput(len(spec.prompt_ids), spec.n), scope)
         self._requests[request.id] = request
         self.idle = trio.Event() if len(self._requests) == 1 else self.idle
-        self._nursery.start_soon(self._drive, request, scope, name=f"request {request.id} ({spec.label})")
+        self._nursery.start_soon(self._drive, request, name=f"request {request.id} ({spec.label})")
         try:
             yield request.output
         finally:
-            request.left = True
-            scope.cancel()
+            request.leave()
+
+    def abort(self) -> None:
+        """End every request with an error, which its client is told, and the work for it on the nodes."""
+        for request in self._requests.values():
+            request.output.fail(NoWorkersError("this server was stopped before the answer was complete"))
+            request.leave()
 
     def snapshot(self) -> list[dict[str, Any]]:
         now = trio.current_time()
@@ -103,12 +113,12 @@ class Coordinator:
             for r in self._requests.values()
         ]
 
-    async def _drive(self, request: _Request, scope: trio.CancelScope) -> None:
+    async def _drive(self, request: _Request) -> None:
         """The request's own task: its failure becomes the output's error, never a silent end."""
         try:
-            with scope:
+            with request.scope:
                 await self._attempts(request)
-            if scope.cancelled_caught and not request.left:
+            if request.scope.cancelled_caught and not request.left:
                 raise DeadlineExceededError(f"the request took over {self._total_deadline:g} s")
         except RequestError as error:
             if isinstance(error, ServerBusyError):
