@@ -368,7 +368,7 @@ class DecodeConfig(WorkerConfig, AdmissionConfig):
     admission_queue_size: Annotated[
         int,
         Parameter(
-            help="Requests that may wait for a Decode slot; -1: as many as there are slots.",
+            help="Decode slots that may be waited for, n for n choices; -1: as many as there are.",
             alias="--pd_node_decode_admission_queue_size",
         ),
     ] = field(default=-1, validator=_at_least(-1))
