@@ -333,6 +333,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             self.world.close()
 
 
+@pytest.mark.no_cover  # a hundred thousand steps, twice as slow with it
 def test_no_sequence_of_steps_breaks_an_invariant():
     steps = STEPS + 1  # the first one creates the world
     limits = settings(max_examples=RUNS, stateful_step_count=steps, deadline=None)

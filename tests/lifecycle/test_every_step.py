@@ -26,6 +26,7 @@ def test_a_run_without_a_fault_is_complete_and_replays_step_by_step(n, least):
     print(f"n = {n}: K = {steps} steps")
 
 
+@pytest.mark.no_cover  # hundreds of whole services, twice as slow with it
 @pytest.mark.parametrize(("fault", "n", "nodes"), CASES)
 def test_a_fault_at_sampled_steps(fault, n, nodes):
     draw = random.Random(f"{fault} {n} {nodes}")
