@@ -50,7 +50,7 @@ def e2e(session: nox.Session) -> None:
 
 @nox.session
 def exhaustive(session: nox.Session) -> None:
-    """A fault at every single step of a request, in virtual time: about an hour of CPU."""
+    """A fault at every single step of a request, in virtual time: over half an hour of CPU."""
     python(session, "-m", "pytest", "-m", "exhaustive", "-s", "tests/lifecycle/test_every_step.py", *session.posargs)
 
 

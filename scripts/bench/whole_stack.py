@@ -13,7 +13,6 @@ from trio_websocket import wrap_client_stream
 from watched_pool import WatchedPool
 
 from pdserve.config import DecodeConfig, PrefillConfig
-from pdserve.engine.sim import SimEngine
 from pdserve.ids import RequestIds, new_incarnation
 from pdserve.master.coordinator import Coordinator
 from pdserve.master.links import NodeLinks
@@ -23,6 +22,7 @@ from pdserve.telemetry.metrics import MasterMetrics
 from pdserve.text.models import load_model_card, resolve_model
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.transfer.memory_agent import MemoryAgent, MemoryNetwork
+from pdserve.worker.app import load_engine
 from pdserve.worker.decode import DecodeNode
 from pdserve.worker.node import WorkerNode
 
@@ -61,15 +61,7 @@ async def open_whole_stack(*, slots: int, queue: int, step: float) -> AsyncItera
                 sim_prefill_tokens_per_s=1e6,
                 sim_decode_ms=step * 1000,
             )
-            engine = SimEngine(
-                card=card,
-                vocab_size=tokenizer.vocab_size,
-                eos_token_ids=tokenizer.eos_token_ids,
-                num_pages=config.kv_tokens // config.page_size,
-                page_size=config.page_size,
-                prefill_tokens_per_s=config.sim_prefill_tokens_per_s,
-                decode_ms=config.sim_decode_ms,
-            )
+            engine = load_engine(config, files, card, tokenizer)
             node = WorkerNode(
                 config,
                 engine,

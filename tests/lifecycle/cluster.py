@@ -9,7 +9,6 @@ import trio.testing
 from trio_websocket import wrap_client_stream
 
 from pdserve.config import DecodeConfig, MasterConfig, PrefillConfig
-from pdserve.engine.sim import SimEngine
 from pdserve.errors import FatalError
 from pdserve.ids import RequestIds, new_incarnation
 from pdserve.master.app import Master
@@ -24,6 +23,7 @@ from pdserve.text.models import load_model_card, resolve_model
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.transfer.memory_agent import MemoryAgent, MemoryNetwork
 from pdserve.wire.messages import SamplingParams
+from pdserve.worker.app import load_engine
 from pdserve.worker.node import WorkerNode
 
 if TYPE_CHECKING:
@@ -104,15 +104,7 @@ class Cluster:
 
     async def start(self, config: PrefillConfig | DecodeConfig, others: Sequence[Cluster] = ()) -> WorkerNode:
         """A node that serves this Master and those of `others`."""
-        engine = SimEngine(
-            card=CARD,
-            vocab_size=TOKENIZER.vocab_size,
-            eos_token_ids=TOKENIZER.eos_token_ids,
-            num_pages=config.kv_tokens // config.page_size,
-            page_size=config.page_size,
-            prefill_tokens_per_s=config.sim_prefill_tokens_per_s,
-            decode_ms=config.sim_decode_ms,
-        )
+        engine = load_engine(config, FILES, CARD, TOKENIZER)
         node = WorkerNode(
             config,
             engine,
