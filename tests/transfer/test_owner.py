@@ -11,17 +11,12 @@ from pdserve.transfer.agent import KvHandle
 from pdserve.transfer.memory_agent import MemoryAgent, MemoryNetwork
 from pdserve.transfer.peers import sign
 from pdserve.transfer.pull import Note, encode_note
+from transfer.failing import fails
 
 pytestmark = pytest.mark.trio
 
 
 PAGES = 16
-
-
-async def fails(pull, error, match):
-    with pytest.raises(error, match=match), trio.fail_after(60):
-        await pull.wait()
-    return pull.abandon()
 
 
 async def test_pages_arrive_and_the_hold_ends_as_pulled(autojump_clock, pair):
@@ -35,18 +30,6 @@ async def test_pages_arrive_and_the_hold_ends_as_pulled(autojump_clock, pair):
     assert hold.ended
     assert pull.abandon() is False
     pair.d.cache.release(pull.local)
-    await pair.quiescent()
-
-
-async def test_nothing_to_read_is_over_at_once(autojump_clock, pair):
-    hold = pair.p.hold(2)
-    pull = pair.d.pull(hold, skip=2)
-    await pull.wait()
-    assert pull.abandon() is False
-    assert pair.p.ends == []
-    hold.end("released")
-    hold.end("link")
-    assert pair.p.ends == ["released"]
     await pair.quiescent()
 
 
@@ -99,64 +82,6 @@ async def test_expiry_during_the_read_makes_it_stale(autojump_clock, pair):
     await pair.quiescent()
 
 
-@pytest.mark.failure(2)
-@pytest.mark.parametrize("land_early", [False, True])
-async def test_pages_of_an_abandoned_read_stay_in_quarantine_until_it_is_terminal(autojump_clock, pair, land_early):
-    pair.network.delay = 5
-    pair.network.land_early = land_early
-    pull = pair.d.pull(pair.p.hold(3))
-    with trio.move_on_after(2) as cancelled:
-        await pull.wait()
-    assert cancelled.cancelled_caught
-    assert pull.abandon() is True
-    assert pull.abandon() is True
-    assert pair.d.owner.stats().quarantined == pair.d.cache.counts().quarantined == 3
-    assert pair.d.cache.available == PAGES - 3
-    await trio.sleep(2.5)
-    assert (pair.d.page(pull.local[0])[0] != 0) == land_early
-    assert pair.d.owner.stats().running == 1
-    await trio.sleep(1)
-    assert pair.d.cache.available == PAGES
-    assert pair.d.page(pull.local[2])[0] == 3  # an abort does not stop the bytes
-    with pytest.raises(TransferError, match=r"abandoned|stale"):
-        await pull.wait()
-    await pair.quiescent()
-
-
-async def test_delayed_read_counts_as_in_flight(autojump_clock, new_pair):
-    pair = await new_pair(delay=4).start()
-    pair.introduce()
-    hold = pair.p.hold()
-    pull = pair.d.pull(hold)
-    await trio.sleep(1)
-    assert pull.abandon() is True
-    await trio.sleep(2.5)
-    assert pair.d.owner.stats().quarantined == 3
-    await trio.sleep(1)
-    assert pair.d.cache.available == PAGES
-    assert not hold.ended  # nobody wants the pages any more: they were not read in the end
-    hold.end("released")
-    other = pair.d.pull(pair.p.hold(2))
-    started = trio.current_time()
-    await other.wait()
-    assert 4 <= trio.current_time() - started < 4.1
-    pair.d.cache.release(other.local)
-    await pair.quiescent()
-
-
-async def test_abandoning_before_the_post_keeps_the_pages(autojump_clock, new_pair):
-    pair = await new_pair().start()
-    pull = pair.d.pull(pair.p.hold(timeout=1))
-    assert pull.abandon() is False
-    with pytest.raises(TransferError, match="abandoned"):
-        await pull.wait()
-    pair.introduce()
-    await trio.sleep(1)
-    assert pair.d.page(pull.local[0])[0] == 0
-    pair.d.cache.release(pull.local)
-    await pair.quiescent()
-
-
 async def test_abandoning_while_confirming_keeps_the_pages(autojump_clock, pair):
     pair.network.drop = lambda sender, _receiver, _note: sender.startswith("p")
     pull = pair.d.pull(pair.p.hold())
@@ -177,38 +102,6 @@ async def test_lost_confirmation_times_out(autojump_clock, pair, lost):
     pair.d.cache.release(pull.local)
     hold.end("released")
     assert pair.p.ends == (["released"] if lost == "d" else ["pulled"])
-    await pair.quiescent()
-
-
-async def test_transfer_timeout_leaves_the_pages_with_the_owner(autojump_clock, pair):
-    pair.network.delay = 40
-    pull = pair.d.pull(pair.p.hold(timeout=50))
-    assert await fails(pull, TransferError, "did not end within 30 s") is True
-    await trio.sleep(15)
-    await pair.quiescent()
-
-
-async def test_failed_read(autojump_clock, pair):
-    pair.network.fail_next(TransferError("broken"))
-    hold = pair.p.hold()
-    pull = pair.d.pull(hold)
-    assert await fails(pull, TransferError, "broken") is False
-    assert pair.d.page(pull.local[0])[0] == 0
-    again = pair.d.pull(hold)  # the hold still lives
-    await again.wait()
-    pair.d.cache.release([*pull.local, *again.local])
-    await pair.quiescent()
-
-
-async def test_failure_seam(autojump_clock, new_pair):
-    pair = await new_pair(fail=iter([True, False]).__next__).start()
-    pair.introduce()
-    hold = pair.p.hold()
-    pull = pair.d.pull(hold)
-    assert await fails(pull, TransferError, "on purpose") is False
-    again = pair.d.pull(hold)
-    await again.wait()
-    pair.d.cache.release([*pull.local, *again.local])
     await pair.quiescent()
 
 

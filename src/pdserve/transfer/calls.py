@@ -30,6 +30,10 @@ class Call:
     then: Callable[[Any], None]
 
 
+def ignore(_: object) -> None:
+    """For a call whose result plays no role."""
+
+
 class Calls(Protocol):
     """One batch at a time. A call that raises anything but TransferError makes the whole batch raise FatalError."""
 

@@ -8,10 +8,8 @@ A failed or hung call ends `run` with FatalError: the process exits, which is th
 from __future__ import annotations
 
 import logging
-import secrets
 from functools import partial
-from itertools import count
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NoReturn, Protocol, runtime_checkable
 
 import attrs
 import msgspec
@@ -20,12 +18,12 @@ import trio
 from pdserve.errors import FatalError, PeerDisconnectedError, TransferError
 from pdserve.nurseries.poller import Poller
 from pdserve.transfer.agent import KvHandle
-from pdserve.transfer.calls import Call, InlineCalls, ThreadCalls
+from pdserve.transfer.calls import Call, InlineCalls, ThreadCalls, ignore
 from pdserve.transfer.confirm import Confirmations
 from pdserve.transfer.holds import HoldTable
 from pdserve.transfer.peers import Add, PeerTable, authenticate, sign
-from pdserve.transfer.pull import Note, Pull, Stage, encode_note
-from pdserve.transfer.quarantine import Quarantine
+from pdserve.transfer.pull import Stage, encode_note
+from pdserve.transfer.reads import Reads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,6 +31,8 @@ if TYPE_CHECKING:
     from pdserve.transfer.agent import TransferAgent
     from pdserve.transfer.confirm import Letter
     from pdserve.transfer.holds import Hold
+    from pdserve.transfer.pull import Pull
+    from pdserve.transfer.reads import Destination
     from pdserve.wire.messages import TransferMetadata
 
 logger = logging.getLogger(__name__)
@@ -90,11 +90,11 @@ class TransferOwner:
         call_timeout: float = 60.0,
         confirm_timeout: float = 5.0,
         transfer_timeout: float = 30.0,
-        cache: Any,  # noqa: ANN401
+        cache: Destination,
         delay: float = 0.0,
-        fail: Callable[[], bool] | None = None,
+        fail: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`cache` has `quarantine(pages)` and `unquarantine(pages)` (KvCache). Times are seconds.
+        """Times are seconds.
 
         Seams for tests: each read is posted `delay` seconds late and counts as running meanwhile; it fails if `fail()`.
         """
@@ -102,14 +102,6 @@ class TransferOwner:
         self._memory = memory
         self._total_pages = memory.nbytes // memory.page_bytes
         self._token = token
-        self._cache = cache
-        self._delay = delay
-        self._fail = fail
-        self._limits = {
-            Stage.QUEUED: confirm_timeout,
-            Stage.READING: transfer_timeout,
-            Stage.CONFIRMING: confirm_timeout,
-        }
         self._calls: InlineCalls | ThreadCalls = ThreadCalls(call_timeout) if threaded else InlineCalls()
         # Idle rounds are rare: whatever there is to do kicks the poller. An agent that tells when a note arrives (in
         # virtual time, where each round costs real time) is polled fast for its reads only.
@@ -121,17 +113,17 @@ class TransferOwner:
         self._holds = HoldTable(trio.current_time)
         self._new_hold = trio.Event()
         self._confirmations = Confirmations(self._holds, self._peers, confirm_timeout)
-        self._quarantine = Quarantine()
-        self._pull_ids = count(1)
-        self._queued: list[Pull] = []
-        self._due: list[tuple[float, Pull]] = []
-        """Reads to post, each at its time."""
-        self._reads: dict[int, Pull] = {}
-        """By id, all in stage READING: due, being posted, or running."""
-        self._handles: dict[int, int] = {}
-        """The agent's handles of the running ones."""
-        self._terminal: list[int] = []
-        """Handles to release."""
+        self._reads = Reads(
+            agent,
+            self._peers,
+            self._confirmations,
+            cache,
+            {Stage.QUEUED: confirm_timeout, Stage.READING: transfer_timeout, Stage.CONFIRMING: confirm_timeout},
+            delay=delay,
+            fail=fail,
+            on_disconnect=self._disconnected,
+            on_progress=self._moved,
+        )
         self._progress = False
         self._closed = False
         self.unfit = ""
@@ -144,8 +136,8 @@ class TransferOwner:
         """Register the memory, then work until cancelled. Raises FatalError, alone or in a group. To be run once."""
         memory = self._memory
         try:
-            register = Call("register", self._agent.register, (memory.address, memory.nbytes, memory.device), _ignore)
-            results = await self._calls.run([register, Call("metadata", self._agent.metadata, (), _ignore)])
+            register = Call("register", self._agent.register, (memory.address, memory.nbytes, memory.device), ignore)
+            results = await self._calls.run([register, Call("metadata", self._agent.metadata, (), ignore)])
             for result in results:
                 if isinstance(result, TransferError):
                     raise FatalError(f"the KV memory cannot be registered: {result}") from result
@@ -164,14 +156,9 @@ class TransferOwner:
         destroyed = await self._calls.close(self._agent.close)
         closed = TransferError("the transfer owner has been closed")
         self._confirmations.fail(closed)
-        self._fail_queued(closed)
-        for pull in self._reads.values():
-            pull.fail(closed)
-            if destroyed:
-                self._leave_quarantine(pull)
-                pull.enter(Stage.ENDED)
+        self._reads.fail_all(closed)
         if destroyed:
-            self._reads.clear()
+            self._reads.agent_destroyed()
         self._holds.end_all("released")
 
     async def wait_unfit(self) -> str:
@@ -181,7 +168,10 @@ class TransferOwner:
 
     def stats(self) -> TransferStatistics:
         return TransferStatistics(
-            running=len(self._reads), quarantined=self._quarantine.count, peers=len(self._peers), holds=len(self._holds)
+            running=len(self._reads),
+            quarantined=self._reads.quarantine.count,
+            peers=len(self._peers),
+            holds=len(self._holds),
         )
 
     # --- peers, reported by any Master link
@@ -255,35 +245,15 @@ class TransferOwner:
             raise TransferError(f"the handle of {handle.agent} names impossible addresses")
         if not all(0 <= page < self._total_pages for page in local):
             raise TransferError(f"local pages outside of the pool of {self._total_pages}")
-        nonce = secrets.randbits(63)
-        pull = Pull(next(self._pull_ids), handle, remote, local, nonce, self._limits, self._abandon)
+        pull = self._reads.start(handle, remote, local)
         if local:
-            self._queued.append(pull)
-            self._peers.want(handle.agent)
             self._kick()
-        else:
-            pull.enter(Stage.ENDED)
         return pull
-
-    def _abandon(self, pull: Pull) -> bool:
-        if pull.stage is Stage.READING:
-            self._cache.quarantine(pull.local)
-            self._quarantine.add(pull.id, pull.local, trio.current_time())
-            pull.fail(TransferError(f"abandoned: {pull}"))
-            return True
-        if pull.stage is Stage.QUEUED:
-            self._queued.remove(pull)
-        self._confirmations.forget(pull)
-        if pull.stage is not Stage.ENDED:
-            pull.fail(TransferError(f"abandoned: {pull}"))
-            pull.enter(Stage.ENDED)
-        return False
 
     # --- rounds
 
     def _busy(self) -> bool:
-        reading = bool(self._reads or self._queued)
-        return reading or (not self._wakes and bool(self._confirmations or len(self._holds)))
+        return self._reads.busy or (not self._wakes and bool(self._confirmations or len(self._holds)))
 
     async def _round(self) -> bool:
         self._progress = False
@@ -292,7 +262,7 @@ class TransferOwner:
         for call, result in zip(calls, await self._calls.run(calls, patience), strict=True):
             call.then(result)
         now = trio.current_time()
-        if not self.unfit and (reason := self._quarantine.over_limit(self._total_pages, now)) is not None:
+        if not self.unfit and (reason := self._reads.quarantine.over_limit(self._total_pages, now)) is not None:
             self.unfit = reason
             self._became_unfit.set()
         return self._progress
@@ -301,13 +271,12 @@ class TransferOwner:
         """Seconds that a round which only asks for news may wait for it, within the agent's thread."""
         if not self._busy() or any(call.name not in ("poll", "notifications") for call in calls):
             return 0.0
-        now = trio.current_time()
-        return min([_PATIENCE, *(at - now for at, _ in self._due)])
+        return min(_PATIENCE, self._reads.next_due() - trio.current_time())
 
     def _collect(self) -> list[Call]:
         agent, now = self._agent, trio.current_time()
-        calls: list[Call] = [Call("release", agent.release, (handle,), _ignore) for handle in self._terminal]
-        self._terminal.clear()
+        # Reads first: a peer is removed only where none has begun.
+        calls = self._reads.calls(now)
         for action in self._peers.actions():
             if isinstance(action, Add):
                 calls.append(Call("add_peer", agent.add_peer, (action.blob,), partial(self._added, action.agent)))
@@ -315,13 +284,9 @@ class TransferOwner:
                 calls.append(
                     Call("remove_peer", agent.remove_peer, (action.agent,), partial(self._removed, action.agent))
                 )
-        self._admit_queued(now)
-        calls.extend(self._posts(now))
         for letter in self._confirmations.outgoing(now):
             args = (letter.peer, encode_note(letter.note))
             calls.append(Call("notify", agent.notify, args, partial(self._sent, letter)))
-        for id_, handle in self._handles.items():
-            calls.append(Call("poll", agent.poll, (handle,), partial(self._polled, self._reads[id_])))
         calls.append(Call("notifications", agent.notifications, (), self._notified))
         return calls
 
@@ -332,7 +297,7 @@ class TransferOwner:
         else:
             self._peers.add_failed(agent)
             logger.warning("transfer peer %s was not admitted: %s", agent, result)
-            self._fail_queued(TransferError(f"{agent} cannot be reached: {result}"), agent)
+            self._reads.fail_queued(TransferError(f"{agent} cannot be reached: {result}"), agent)
             self._confirmations.unreachable(agent)
 
     def _removed(self, agent: str, result: TransferError | None) -> None:
@@ -341,80 +306,12 @@ class TransferOwner:
         if result is not None:
             logger.warning("transfer peer %s was not removed cleanly: %s", agent, result)
 
-    def _admit_queued(self, now: float) -> None:
-        """Reads whose peer is admitted become due. From here on they count as running."""
-        for pull in [pull for pull in self._queued if self._peers.usable(pull.handle.agent)]:
-            self._queued.remove(pull)
-            self._peers.begin(pull.handle.agent)
-            self._reads[pull.id] = pull
-            self._due.append((now + self._delay, pull))
-            pull.enter(Stage.READING)
-
-    def _posts(self, now: float) -> list[Call]:
-        due = [pull for at, pull in self._due if at <= now]
-        self._due = [(at, pull) for at, pull in self._due if at > now]
-        calls = []
-        for pull in due:
-            if pull.error is None and self._fail is not None and self._fail():
-                pull.fail(TransferError(f"failed on purpose: {pull}"))
-            if pull.error is not None:
-                self._ended(pull, pull.error)
-                continue
-            note = encode_note(Note("done", pull.handle.hold, pull.nonce))
-            handle = pull.handle
-            args = (handle.agent, handle.address, handle.page_bytes, pull.remote, pull.local, note)
-            calls.append(Call("post_read", self._agent.post_read, args, partial(self._posted, pull)))
-        return calls
-
-    def _posted(self, pull: Pull, result: int | TransferError) -> None:
-        self._moved()
-        if isinstance(result, TransferError):
-            self._ended(pull, result)
-        else:
-            self._handles[pull.id] = result
-
-    def _polled(self, pull: Pull, result: bool | TransferError) -> None:
-        if result is False:
-            return
-        self._moved()
-        self._terminal.append(self._handles.pop(pull.id))
-        self._ended(pull, result if isinstance(result, TransferError) else None)
-
-    def _ended(self, pull: Pull, error: TransferError | None) -> None:
-        """The read is terminal: nothing can land any more."""
-        del self._reads[pull.id]
-        self._peers.end(pull.handle.agent)
-        abandoned = self._leave_quarantine(pull)
-        if error is not None:
-            pull.fail(error)
-        if error is None and pull.error is None and not abandoned:
-            self._confirmations.expect(pull, trio.current_time())
-        else:
-            pull.enter(Stage.ENDED)
-        if isinstance(error, PeerDisconnectedError):
-            self._disconnected(pull.handle.agent, error)
-
-    def _leave_quarantine(self, pull: Pull) -> bool:
-        pages = self._quarantine.terminal(pull.id)
-        if pages:
-            self._cache.unquarantine(pages)
-        return bool(pages)
-
     def _disconnected(self, agent: str, error: PeerDisconnectedError) -> None:
-        """Tell everyone who waits for the peer. Reads that are still running stay so until the agent ends them."""
+        """Tell everyone who waits for the peer."""
         if self._peers.disconnected(agent):
             logger.warning("transfer peer %s is gone: %s", agent, error)
-        self._fail_queued(error, agent)
+        self._reads.fail_all(error, agent)
         self._confirmations.fail(error, agent)
-        for pull in self._reads.values():
-            if pull.handle.agent == agent:
-                pull.fail(error)
-
-    def _fail_queued(self, error: TransferError, agent: str | None = None) -> None:
-        for pull in [pull for pull in self._queued if agent in (None, pull.handle.agent)]:
-            self._queued.remove(pull)
-            pull.fail(error)
-            pull.enter(Stage.ENDED)
 
     # --- notes
 
@@ -445,7 +342,3 @@ class TransferOwner:
     def _check_open(self) -> None:
         if self._closed:
             raise TransferError("the transfer owner has been closed")
-
-
-def _ignore(_: Any) -> None:  # noqa: ANN401
-    pass
