@@ -29,16 +29,18 @@ if TYPE_CHECKING:
 PROMPT = tuple((i * 7) % 90 + 33 for i in range(37))
 SAMPLED = {"temperature": 1.0, "seed": 3}
 TOKENS = 12
-FAULTS = (
-    "client leaves",
+LOSSES = (
     "link of prefill lost",
     "link of decode lost",
+    "link of prefill silent",
+    "link of decode silent",
     "prefill replaced",
     "decode replaced",
-    "transfer fails",
     "engine of prefill raises",
     "engine of decode raises",
 )
+"""Of a node."""
+FAULTS = ("client leaves", "transfer fails", *LOSSES)
 
 
 @attrs.frozen
@@ -114,6 +116,11 @@ class Client:
     def events(self) -> list[str]:
         return [event.removeprefix("data: ") for event in self.data.decode().split("\n\n") if event]
 
+    @property
+    def began(self) -> bool:
+        """Whether any output has come."""
+        return b'"token_ids"' in self.data
+
     def check(self, n: int) -> str:
         """The outcome; raises AssertionError unless it is exactly one that a client can rely on."""
         if self.status != 200:
@@ -182,8 +189,10 @@ class World(Cluster):
         victim = self._victim("p" if "prefill" in fault else "d")
         if fault == "client leaves":
             client.gone.set()
-        elif fault.startswith("link"):
+        elif fault.endswith("lost"):
             self.cut(victim)
+        elif fault.endswith("silent"):
+            self.mute(victim)
         elif fault.endswith("replaced"):
             self.nursery.start_soon(self._replace, victim)
         elif fault == "transfer fails":
@@ -252,7 +261,9 @@ async def serve_one(run: Run, steps: Steps) -> str:
             await client.run()
         steps.disarm()
         outcome = "gone" if client.gone.is_set() else client.check(run.n)
-        await trio.sleep(2)
+        if run.fault in LOSSES and run.nodes > 1 and not client.began:
+            assert outcome == "complete", f"{outcome}, before any output and with other nodes there"
+        await trio.sleep(10 if run.fault.endswith("silent") else 2)  # silence takes three heartbeats to be noticed
         world.forgive()
         await world.quiet(5.0)
         assert not world.master.coordinator.snapshot(), "the Master still has requests"

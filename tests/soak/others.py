@@ -36,11 +36,14 @@ def shapes(random_: random.Random) -> list[tuple[str, dict, int]]:
     ]
 
 
-async def send_others(fronts: Sequence[Front], seed: str, until: trio.Event, wrong: list[str]) -> None:
-    """One request of each shape after the other, each third one left at a random moment, until the event."""
+async def send_others(fronts: Sequence[Front], seed: str, different: int, until: trio.Event, wrong: list[str]) -> None:
+    """One request of each shape after the other, each third one left at a random moment, until the event.
+
+    There are no more than so many `different` ones of each shape.
+    """
     random_ = random.Random(seed)
     while not until.is_set():
-        for path, body, status in shapes(random_):
+        for path, body, status in shapes(random.Random(random_.randrange(different))):
             answer = Answer()
             leave = random_.uniform(0, 1.0) if random_.random() < 1 / 3 else _DEADLINE
             with trio.move_on_after(leave) as scope:
