@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import msgspec
 import pytest
@@ -56,6 +57,40 @@ async def test_prefill_is_chosen_among_those_whose_decode_nodes_have_the_slots(a
         for salt in range(20):
             assert len(await it.choices(prompt_of(30, salt), 3, max_tokens=5)) == 3
         assert len(await it.choices(prompt_of(30), 2, max_tokens=5)) == 2
+
+
+async def test_a_prompt_goes_to_a_prefill_node_that_has_the_pages_for_it(autojump_clock):
+    nodes = [{"node_id": "p small", "kv_tokens": 160}, {"node_id": "p big"}, {"node_id": "d0"}]
+    async with of(*nodes) as it:
+        for salt in range(10):
+            assert len(await it.ids(prompt_of(300, salt), max_tokens=5)) == 5
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_prompt_that_no_prefill_node_can_hold_is_the_clients_failure(n, autojump_clock):
+    async with of({"node_id": "p0", "kv_tokens": 160}, {"node_id": "d0"}) as it:
+        with pytest.raises(InvalidRequestError, match="prompt cannot be served") as caught:
+            await it.choices(prompt_of(300), n, max_tokens=5)
+        assert caught.value.param == "prompt"
+
+
+async def test_a_full_prefill_queue_is_passed_over_for_another_node_even_where_the_prefix_is_cached(autojump_clock):
+    slow = {"prefill_queue_tokens": 1000, "sim_prefill_tokens_per_s": 500.0}
+    async with of({"node_id": "p0", **slow}, {"node_id": "p1", **slow}, {"node_id": "d0"}) as it:
+        await it.ids(prompt_of(900), max_tokens=3)
+        cached, other = sorted(it.nodes[:2], key=lambda node: node.cache.counts().cached, reverse=True)
+        async with trio.open_nursery() as nursery:
+            nobody_else = next(node for node in it.registry.nodes() if node.node_id == other.node_id)
+            nobody_else.stats = msgspec.structs.replace(nobody_else.stats, draining=True)
+            nursery.start_soon(partial(it.ids, prompt_of(700, 1), max_tokens=3))
+            await trio.sleep(0.01)
+            nobody_else.stats = other.role.stats()
+            nursery.start_soon(partial(it.ids, prompt_of(900), max_tokens=3))
+            await trio.sleep(0.1)
+            assert (cached.role.stats().active, other.role.stats().active) == (1, 1)
+            with pytest.raises(ServerBusyError) as caught:
+                await it.ids(prompt_of(900), max_tokens=3)
+            assert caught.value.reason == "prefill_queue_full"
 
 
 async def test_the_admission_deadline_counts_once_over_a_retry(autojump_clock):

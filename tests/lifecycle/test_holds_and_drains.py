@@ -55,6 +55,48 @@ async def test_a_prefill_node_lost_during_the_transfer_is_one_error(cluster, aut
         await it.quiet(within=5)
 
 
+@pytest.mark.parametrize(("n", "max_tokens"), [(1, 20), (3, 20)])
+async def test_a_prefill_node_that_leaves_before_decodes_word_of_the_transfer_costs_no_stream(
+    n, max_tokens, cluster, autojump_clock
+):
+    """The link of Decode is slower, so that the drained Prefill node is gone before the Master hears of the pull."""
+    async with cluster(decode={"faults": "transfer-delay=0.1"}) as it:
+        p = it.node("p0")
+        stream = it.client_ends["d0"].send_stream
+        pump = stream.send_all_hook
+
+        async def late() -> None:
+            await trio.sleep(0.2)
+            await pump()
+
+        stream.send_all_hook = late
+        found = []
+
+        async def ask() -> None:
+            found.append(await it.choices(prompt_of(40), n, max_tokens=max_tokens))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            while not p.owner.stats().holds:
+                await trio.sleep(0.001)
+            await p.drain()
+        assert found == [{choice: expected(prompt_of(40), max_tokens) for choice in range(n)}]
+
+
+async def test_a_drained_prefill_node_of_whose_transfer_nobody_tells_is_an_error_in_time(cluster, autojump_clock):
+    async with cluster(decode={"faults": "transfer-delay=20"}, prefill={"drain_timeout": 1.0}) as it:
+        p = it.node("p0")
+        with pytest.raises(WorkerFailedError):
+            async with it.master.generate(it.request(prompt_of(40), max_tokens=50)) as output:
+                await anext(output)
+                await p.drain()
+                left = trio.current_time()
+                async for delta in output:
+                    assert delta.finish is None
+        assert trio.current_time() - left < 4
+        await it.quiet(within=30)
+
+
 @pytest.mark.parametrize("index", [0, 1])
 async def test_a_node_that_drains_before_the_master_has_heard_is_passed_over(index, cluster, autojump_clock):
     async with cluster(decodes=2, decode={"admission_queue_size": 100}) as it:

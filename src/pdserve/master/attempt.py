@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
 import trio
 
-from pdserve.errors import InvalidRequestError, NoWorkersError, RequestError, ServerBusyError, WorkerFailedError
+from pdserve.errors import InvalidRequestError, RequestError, ServerBusyError, WorkerFailedError
 from pdserve.master.mailbox import AttemptMailbox, NodeLost
-from pdserve.master.selector import can_pull
-from pdserve.wire.footprint import Footprint
+from pdserve.master.placement import Placement
 from pdserve.wire.messages import (
     GROUP,
     Admitted,
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 _RENEW_INTERVAL = 1.0
 """Seconds between renewals of P's hold: the Master does not know P's `--hold-timeout`, which may be a few seconds."""
+_LAST_WORD = 1.0
+"""Seconds that D has to say how the transfer ended once a draining P has left."""
 
 
 class AttemptLostError(Exception):
@@ -73,19 +75,20 @@ class Attempt:
         self._spec = spec
         self._output = output
         self._registry = registry
-        self._selector = selector
-        self._avoid = avoid
+        self._placement = Placement(registry, selector, spec, avoid=avoid)
         self._admission_timeout = admission_timeout
         self._reservation_ttl = reservation_ttl
         self._on_phase = on_phase
         self._mailbox = AttemptMailbox()
         self._prefill: Node | None = None
         self._decode: Node | None = None
-        self._footprint = Footprint(len(spec.prompt_ids), spec.params.max_tokens, spec.n)
         self.admission_seconds = 0.0
         """How long it has waited for Decode."""
         self._open = set(range(spec.n))
         """Choices that have not ended."""
+        self._left: AttemptLostError | None = None
+        """P drained and has left, and D has not said yet that it needs P no more."""
+        self._last_word_at = math.inf
 
     async def __aenter__(self) -> Attempt:
         return self
@@ -115,40 +118,16 @@ class Attempt:
     def _enter(self, phase: str) -> None:
         self._on_phase(phase, tuple(node.node_id for node in (self._prefill, self._decode) if node is not None))
 
-    def _choose(self, full: Collection[str] = ()) -> tuple[Node, Node | None]:
-        """P, and a D that is not known to be `full`; None: all are."""
-        prefills, decodes = self._registry.nodes("prefill"), self._able(self._registry.nodes("decode"))
-        if not decodes or not prefills:
-            raise NoWorkersError(f"no {'Decode' if prefills else 'Prefill'} node is registered")
-        prefill = self._prefill
-        if prefill is None:
-            useful = [node for node in prefills if any(can_pull(decode, node) for decode in decodes)]
-            prefill = self._selector.prefill(useful or prefills, self._spec.prompt_ids, self._avoid)
-        if prefill is None:
-            raise NoWorkersError("every Prefill node drains")
-        decode = self._selector.decode(decodes, prefill, self._avoid, full)
-        if decode is None and not full:
-            raise NoWorkersError("no Decode node with the KV layout of a Prefill node takes requests")
-        return prefill, decode
-
-    def _able(self, decodes: list[Node]) -> list[Node]:
-        """The nodes that could take this request if they were empty. Raises InvalidRequestError where none could."""
-        n, request = self._spec.n, self._footprint
-        able = [node for node in decodes if node.fits(request)]
-        if decodes and not able:
-            most = max(node.hello.capacity for node in decodes)
-            if n > most:
-                raise InvalidRequestError(f"n must be at most {most}, the most slots that a Decode node has", param="n")
-            choices = f" for {n} choices" if n > 1 else ""
-            message = f"prompt and max_tokens{choices} need more KV pages than any Decode node has"
-            raise InvalidRequestError(message, param="max_tokens")
-        return able
-
     async def _prefilled(self) -> Prefilled:
-        """Ask P; one that has begun to drain is passed over."""
+        """Ask P; one that has begun to drain is passed over, and when its queue is full, one other P is asked."""
         spec = self._spec
+        refusal: Busy | None = None
+        full: set[str] = set()
         while True:
-            prefill, _ = self._choose()
+            prefill = self._placement.prefill(full)
+            if prefill is None:
+                assert refusal is not None
+                raise _busy_error("the prefill queue is full, try again later", refusal)
             self._prefill = self._join(prefill)
             self._enter("prefill")
             prefill.assigned_tokens += len(spec.prompt_ids)
@@ -159,9 +138,15 @@ class Attempt:
                 case Busy() as busy:
                     self._leave(prefill)
                     self._prefill = None
-                    if busy.reason != "draining":
+                    if busy.reason == "draining":
+                        _drains(prefill)
+                        continue
+                    if full:
                         raise _busy_error("the prefill queue is full, try again later", busy)
-                    _drains(prefill)
+                    refusal = busy
+                    full.add(prefill.node_id)
+                case Failed() as failed:  # of the one prompt, whatever the number of choices
+                    raise _error_of(failed)
                 case frame:
                     raise WorkerFailedError(f"unexpected {type(frame).__name__} before the prompt was computed")
 
@@ -170,7 +155,10 @@ class Attempt:
         refusal: Busy | None = None
         full: set[str] = set()
         while True:
-            _, decode = self._choose(full)
+            if self._prefill is None:
+                assert self._left is not None
+                raise self._left
+            decode = self._placement.decode(self._prefill, full)
             if decode is None:
                 assert refusal is not None
                 raise _busy_error("Decode is full, try again later", refusal)
@@ -191,6 +179,8 @@ class Attempt:
                         raise _busy_error("Decode is full, try again later", busy)
                     refusal = busy
                     full.add(decode.node_id)
+                case Failed() as failed:
+                    raise _error_of(failed)
                 case frame:
                     raise WorkerFailedError(f"unexpected {type(frame).__name__} before admission")
 
@@ -199,8 +189,7 @@ class Attempt:
         spec = self._spec
         reserve = spec.n > 1 and self._admission_timeout is not None
         if reserve:
-            wants = self._footprint
-            lengths = (wants.prompt_tokens, wants.max_tokens)
+            lengths = (len(spec.prompt_ids), spec.params.max_tokens)
             decode.send(Reserve(*self._key, spec.n, *lengths, self._reservation_ttl, left))
             answer = await self._next()
             if not isinstance(answer, Reserved):
@@ -241,6 +230,7 @@ class Attempt:
                 if self._prefill is not None:
                     self._part(self._prefill, Release(*self._key))
                     self._prefill = None
+                self._left, self._last_word_at = None, math.inf
 
     def _fail_choice(self, choice: int, error: RequestError) -> None:
         """The others go on. Where there are none, the request has failed."""
@@ -254,18 +244,33 @@ class Attempt:
         while True:
             frame = self._mailbox.take()
             if frame is None:
-                with trio.move_on_after(_RENEW_INTERVAL) as renewal:
-                    await self._mailbox.arrival()
-                if renewal.cancelled_caught and self._prefill is not None:
-                    self._prefill.send(Renew(*self._key))
+                await self._arrival()
             elif isinstance(frame, NodeLost):
-                # A node that this attempt no longer needs may go.
-                if frame.node in (self._prefill, self._decode):
-                    raise AttemptLostError(frame.node, frame.reason)
+                self._lost(frame.node, frame.reason)
             elif isinstance(frame, Failed) and (self._spec.n == 1 or frame.choice == GROUP):
                 raise _error_of(frame)
             else:
                 return frame
+
+    async def _arrival(self) -> None:
+        """Wait for the next frame until something is due: P's hold to be renewed, or D's last word on the transfer."""
+        with trio.move_on_at(min(trio.current_time() + _RENEW_INTERVAL, self._last_word_at)) as pause:
+            await self._mailbox.arrival()
+        if pause.cancelled_caught:
+            if self._left is not None and trio.current_time() >= self._last_word_at:
+                raise self._left
+            if self._prefill is not None:
+                self._prefill.send(Renew(*self._key))
+
+    def _lost(self, node: Node, reason: str) -> None:
+        """Raises where this attempt cannot go on. A node that it no longer needs may go."""
+        error = AttemptLostError(node, reason)
+        if node is self._prefill and self._decode is not None and node.stats.draining:
+            # A drain ends with the last hold, and that with the transfer: the news from D may still be on its way.
+            self._prefill = None
+            self._left, self._last_word_at = error, trio.current_time() + _LAST_WORD
+        elif node in (self._prefill, self._decode):
+            raise error
 
     def _join(self, node: Node) -> Node:
         if not self._registry.is_current(node):

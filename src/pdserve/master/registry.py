@@ -56,11 +56,14 @@ class Node:
         stats = self.stats
         return (stats.pages_free + stats.pages_cached + stats.pages_pinned + stats.pages_quarantined) or None
 
-    def fits(self, request: Footprint) -> bool:
-        """Whether an empty node could take the request; it alone decides whether it does now."""
+    def holds(self, request: Footprint) -> bool:
+        """Whether an empty node has the pages for the request."""
         pages = self.pages
-        enough = pages is None or request.pages(self.hello.layout.page_size) <= pages
-        return enough and request.n <= self.hello.capacity
+        return pages is None or request.pages(self.hello.layout.page_size) <= pages
+
+    def fits(self, request: Footprint) -> bool:
+        """Whether an empty Decode node could take the request; it alone decides whether it does now."""
+        return self.holds(request) and request.n <= self.hello.capacity
 
 
 class Registry:

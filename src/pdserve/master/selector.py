@@ -22,9 +22,18 @@ class Selector:
     def __init__(self) -> None:
         self._blocks: OrderedDict[tuple[str, int], None] = OrderedDict()
 
-    def prefill(self, nodes: Sequence[Node], token_ids: Sequence[int], exclude: Collection[str] = ()) -> Node | None:
-        """The P node that has the least to compute before this prompt's first token. Remembers the prompt as its."""
-        candidates = [node for node in nodes if not node.stats.draining]
+    def prefill(
+        self,
+        nodes: Sequence[Node],
+        token_ids: Sequence[int],
+        exclude: Collection[str] = (),
+        full: Collection[str] = (),
+    ) -> Node | None:
+        """The P node that has the least to compute before this prompt's first token. Remembers the prompt as its.
+
+        Nodes to `exclude` are taken where there are no others, `full` ones never.
+        """
+        candidates = [node for node in nodes if not node.stats.draining and node.node_id not in full]
         candidates = [node for node in candidates if node.node_id not in exclude] or candidates
         if not candidates:
             return None
