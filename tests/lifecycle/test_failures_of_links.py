@@ -156,3 +156,56 @@ async def test_a_dead_master_is_dialled_with_back_off_until_it_is_there_again(cl
         down.clear()
         await until(lambda: it.node("d0").links[0].registered, 5.1)
         assert (await ask(it, prompt_of(40))).ids == expected(prompt_of(40), 5)
+
+
+@pytest.mark.parametrize(("master", "nodes"), [(10.0, 1.0), (1.0, 10.0)])
+async def test_heartbeats_of_different_pace_keep_a_link_and_find_a_silence(master, nodes, cluster, autojump_clock):
+    async with cluster(
+        prefill={"heartbeat_interval": nodes}, decode={"heartbeat_interval": nodes}, heartbeat_interval=master
+    ) as it:
+        before = registered(it, "d0")
+        await trio.sleep(60)
+        assert registered(it, "d0") is before
+        it.mute("d0")
+        await until(lambda: registered(it, "d0") not in (None, before), 3 * min(master, nodes) + 5)
+        await until(lambda: registered(it, "p0") is not None, 40)
+
+
+async def test_two_processes_with_one_id_replace_each_other_at_a_walk_and_are_named(cluster, autojump_clock, caplog):
+    async with cluster() as it:
+        first = it.node("d0")
+        second = await it.start(config("d0"))
+        begin, served = registered(it, "d0").generation, 0
+        for salt in range(60):
+            served += (await ask(it, prompt_of(30, salt))).done
+            await trio.sleep(1)
+        assert registered(it, "d0").generation - begin < 60
+        assert served > 50
+        assert sum("--node-id must differ" in message for message in caplog.messages) > 5
+        it.nodes.remove(first)
+        await trio.sleep(6)
+        assert {first.links[0].registered, second.links[0].registered} == {True, False}
+        it.nodes.append(first)
+
+
+async def test_a_probe_of_the_node_port_is_over_at_once(cluster, autojump_clock, caplog):
+    async with cluster() as it:
+        client, server = trio.testing.memory_stream_pair()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(it.links.handle, server)
+            await trio.sleep(0.1)
+            began = trio.current_time()
+            await client.aclose()
+        assert trio.current_time() - began < 0.1
+        assert not [
+            record for record in caplog.records if record.levelname != "DEBUG" and "handshake" in record.message
+        ]
+
+
+async def test_an_idle_node_that_drains_is_gone_at_once(cluster, autojump_clock):
+    async with cluster() as it:
+        for name in ("d0", "p0"):
+            node, began = it.node(name), trio.current_time()
+            await node.drain()
+            await until(lambda node=node: node not in it.nodes, 10)
+            assert trio.current_time() - began < 1

@@ -1,7 +1,7 @@
 import pytest
 import trio
 
-from pdserve.nurseries.heartbeat import Heartbeat, PeerSilent
+from pdserve.nurseries.heartbeat import Heartbeat, PeerSilent, pace
 
 
 @pytest.mark.parametrize("values", [(0, 1), (1, 0), (-1, 1)])
@@ -94,3 +94,10 @@ async def test_own_standstill_is_not_the_peers_silence(mock_clock):
         mock_clock.jump(1.9)
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(
+    ("own", "peers", "interval"), [(2, 0, 2), (2, 10, 2), (10, 2, 2), (2, 1e-9, 0.05), (2, float("nan"), 2), (2, -1, 2)]
+)
+def test_a_peer_is_pinged_as_often_as_it_needs_to_trust_this_side(own, peers, interval):
+    assert pace(own, peers) == interval

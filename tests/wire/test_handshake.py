@@ -5,9 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from pdserve.errors import ProtocolError
 from pdserve.wire import handshake
+from pdserve.wire.codec import decode_from_node, encode
 from pdserve.wire.handshake import DECODE_ADMISSION, judge, master_proof, new_nonce, signed, verify_master
-from pdserve.wire.messages import Hello, KvLayout, ModelCard, Reject, TransferMetadata
+from pdserve.wire.messages import Hello, KvLayout, ModelCard, NodeStats, Reject
+from pdserve.wire.metadata import sign
 
 CARD = ModelCard("m", "w" * 64, "v" * 64, 100)
 CHALLENGE = b"challenge"
@@ -23,7 +26,7 @@ def hello(**changes: object) -> Hello:
         "incarnation": "inc",
         "model": CARD,
         "layout": KvLayout(16, 128, 1, 1, 1, "sim"),
-        "transfer": TransferMetadata("a", b"blob", b"mac"),
+        "transfer": sign("a", b"blob", TOKEN),
         "capacity": 4,
         "capabilities": (DECODE_ADMISSION,),
         **changes,
@@ -82,7 +85,7 @@ def test_a_proof_is_good_for_one_challenge_and_one_identity_only():
         {"node_id": "d1"},
         {"role": "prefill"},
         {"incarnation": "other"},
-        {"transfer": TransferMetadata("other", b"blob", b"mac")},
+        {"transfer": sign("other", b"blob", TOKEN)},
         {"proof": b""},
     ):
         assert code(msgspec.structs.replace(said, **changed)) == "unauthorised"
@@ -125,3 +128,22 @@ def test_the_master_proves_the_token_over_the_nonce_of_the_node():
 
 def test_a_fresh_nonce_for_every_hello():
     assert hello().nonce != hello().nonce
+
+
+def test_transfer_metadata_that_no_peer_would_accept_is_refused_here():
+    assert code(hello(transfer=sign("a", b"blob", "another token"))) == "transfer"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        hello(layout=KvLayout(0, 128, 1, 1, 1, "sim")),
+        hello(model=msgspec.structs.replace(CARD, max_len=0)),
+        hello(capacity=-3),
+        NodeStats(pages_free=-1),
+        NodeStats(queued=-(2**62)),
+    ],
+)
+def test_what_a_node_says_of_itself_makes_sense_or_is_malformed(said):
+    with pytest.raises(ProtocolError, match="Expected `int` >="):
+        decode_from_node(encode(said))

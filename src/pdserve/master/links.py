@@ -10,11 +10,13 @@ from trio_websocket import ConnectionClosed, HandshakeError, wrap_server_stream
 
 from pdserve.errors import ProtocolError
 from pdserve.nurseries.connection import GOING_AWAY, NORMAL, POLICY, ConnectionLost, connection_scope
+from pdserve.nurseries.ended import EndTold
 from pdserve.nurseries.forwarder import Outbox
 from pdserve.nurseries.groups import leaves
-from pdserve.nurseries.heartbeat import Heartbeat
+from pdserve.nurseries.heartbeat import Heartbeat, pace
+from pdserve.nurseries.shelter import sheltered_nursery
 from pdserve.wire.codec import MAX_FRAME_BYTES, decode_from_node, encode
-from pdserve.wire.handshake import judge, master_proof, new_nonce
+from pdserve.wire.handshake import REPLACED, judge, master_proof, new_nonce
 from pdserve.wire.messages import Challenge, Draining, Hello, NodeStats, Ping, Reject, Welcome
 
 if TYPE_CHECKING:
@@ -62,20 +64,24 @@ class NodeLinks:
         A nursery per connection, not trio-websocket's server: there an error in one reader task ends them all.
         """
         try:
-            async with stream, trio.open_nursery() as nursery:
-                with trio.fail_after(_HANDSHAKE_TIMEOUT):
+            async with stream, sheltered_nursery() as nursery:
+                with trio.move_on_after(_HANDSHAKE_TIMEOUT) as handshake:
                     request = await wrap_server_stream(
                         nursery,
-                        stream,
+                        EndTold(stream, handshake.cancel),
                         message_queue_size=_RECEIVE_QUEUE,
                         max_message_size=MAX_FRAME_BYTES,
                         receive_buffer_size=65536,
                     )
                     ws = await request.accept()
-                    hello = await self._shake_hands(ws)
-                if hello is not None:
-                    await self._serve(ws, hello)
-                nursery.cancel_scope.cancel()
+                    agreed = await self._shake_hands(ws)
+                if not handshake.cancelled_caught:
+                    if agreed is not None:
+                        await self._serve(ws, *agreed)
+                elif trio.current_time() >= handshake.deadline:
+                    log.warning("a node link did not get through its handshake in %g s", _HANDSHAKE_TIMEOUT)
+                else:
+                    log.debug("a connection to the node port was closed before its handshake")  # a probe, most likely
         except Exception as error:
             causes = list(leaves(error))
             if all(isinstance(cause, _EXPECTED) for cause in causes):
@@ -107,8 +113,7 @@ class NodeLinks:
             return None
         return hello, verdict
 
-    async def _serve(self, ws: WebSocketConnection, agreed: tuple[Hello, int]) -> None:
-        hello, version = agreed
+    async def _serve(self, ws: WebSocketConnection, hello: Hello, version: int) -> None:
         outbox = Outbox(encode=encode, control_limit=65536)
         name = f"{hello.role} {hello.node_id}"
         closing: list[str] = []
@@ -125,13 +130,16 @@ class NodeLinks:
                 name=name,
                 on_message=lambda message: self._on_message(node, message),  # called from the first checkpoint on
                 outbox=outbox,
-                heartbeat=Heartbeat(self._interval, _HEARTBEATS_MISSED * self._interval),
+                heartbeat=Heartbeat(
+                    pace(self._interval, hello.heartbeat_interval), _HEARTBEATS_MISSED * self._interval
+                ),
                 send_ping=lambda: outbox.control(Ping()),
             ) as connection:
                 # Inside the connection: its requests are woken when it fails, not when a dead socket has been closed.
                 with self._registry.registered(hello, outbox.control, close) as node:
                     proof = master_proof(self._token, hello.nonce, self._incarnation)
-                    outbox.control(Welcome(node.generation, version, self._incarnation, proof))
+                    welcome = Welcome(node.generation, version, self._incarnation, proof, (), self._interval)
+                    outbox.control(welcome)
                     self._registry.introduce(node)
                     self._metrics.node_connected(hello.role)
                     log.info("%s registered (capacity %d)", name, hello.capacity)
@@ -140,8 +148,9 @@ class NodeLinks:
                     finally:
                         if self._registry.is_current(node):
                             self._metrics.forget_node(hello.node_id)
-                connection.close(GOING_AWAY, closing[0])
+                connection.close(REPLACED, closing[0])
             reason = "replaced"
+            log.warning("%s: %s", name, closing[0])
         except ConnectionLost as lost:
             reason = "left" if lost.code == GOING_AWAY else "lost"
             if lost.internal:

@@ -18,6 +18,15 @@ class PeerSilent(Exception):
         self.seconds = seconds
 
 
+_SHORTEST = 0.05
+"""Seconds. A peer does not make this side send more often."""
+
+
+def pace(own: float, peers: float) -> float:
+    """How often to ping a peer that takes this side for lost after three of its own intervals; 0: it did not say."""
+    return min(own, max(peers, _SHORTEST)) if peers > 0 else own
+
+
 class Heartbeat:
     """Pings every `interval` seconds; gives the peer up after `patience` seconds without a message, of any kind."""
 

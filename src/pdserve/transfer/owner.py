@@ -21,9 +21,10 @@ from pdserve.transfer.agent import KvHandle
 from pdserve.transfer.calls import Call, InlineCalls, ThreadCalls, ignore
 from pdserve.transfer.confirm import Confirmations
 from pdserve.transfer.holds import HoldTable
-from pdserve.transfer.peers import Add, PeerTable, authenticate, sign
+from pdserve.transfer.peers import Add, PeerTable
 from pdserve.transfer.pull import Stage, encode_note
 from pdserve.transfer.reads import Reads
+from pdserve.wire.metadata import authentic, sign
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -177,12 +178,14 @@ class TransferOwner:
     # --- peers, reported by any Master link
 
     def peer_up(self, link: object, node_id: str, metadata: TransferMetadata) -> None:
-        """`link` reports a peer; it is admitted to the agent soon after. Raises ProtocolError if it is not authentic.
+        """`link` reports a peer; it is admitted to the agent soon after. One that is not authentic is ignored.
 
         `metadata.agent` contains the incarnation of its node.
         """
-        authenticate(metadata, self._token)
-        if metadata.agent != self._agent.name:
+        if not authentic(metadata, self._token):
+            # The link and its other peers are none the worse for it.
+            logger.warning("metadata of transfer peer %s is damaged or signed with another cluster token", node_id)
+        elif metadata.agent != self._agent.name:
             self._peers.seen(metadata.agent, link, node_id=node_id, blob=metadata.blob)
             self._kick()
 

@@ -2,32 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-
 import attrs
-
-from pdserve.errors import ProtocolError
-from pdserve.wire.messages import TransferMetadata
-
-
-def sign(agent: str, blob: bytes, token: str) -> TransferMetadata:
-    """Metadata that `authenticate` accepts under the same cluster token."""
-    return TransferMetadata(agent=agent, blob=blob, mac=_mac(agent, blob, token))
-
-
-def authenticate(metadata: TransferMetadata, token: str) -> None:
-    """Raises ProtocolError unless `metadata` was signed with `token`, bit for bit.
-
-    Needed with an empty token as well: one flipped bit of a NIXL blob can abort the process that loads it.
-    """
-    if not hmac.compare_digest(metadata.mac, _mac(metadata.agent, metadata.blob, token)):
-        raise ProtocolError(f"transfer metadata of {metadata.agent!r} is damaged or signed with another cluster token")
-
-
-def _mac(agent: str, blob: bytes, token: str) -> bytes:
-    name = agent.encode("utf-8", "surrogatepass")
-    return hmac.new(token.encode(), len(name).to_bytes(4, "big") + name + blob, hashlib.sha256).digest()
 
 
 @attrs.frozen

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.wire.messages import Hello, Reject
+from pdserve.wire.metadata import authentic
 
 if TYPE_CHECKING:
     from pdserve.wire.messages import ModelCard
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
 DECODE_ADMISSION = "decode_admission"
+REPLACED = 4001
+"""Close code, of the range for private use: another connection has registered under this node's id."""
 
 _NONCE_BYTES = 16
 
@@ -74,6 +77,8 @@ def judge(hello: Hello, *, token: str, challenge: bytes, card: ModelCard, need_a
             f"no common protocol version: node speaks {hello.protocol_min}..{hello.protocol_max}, "
             f"Master {PROTOCOL_MIN}..{PROTOCOL_MAX}",
         )
+    if not authentic(hello.transfer, token):
+        return Reject("transfer", "the node's transfer metadata is damaged or signed with another cluster token")
     theirs, ours = hello.model, card
     if (theirs.name, theirs.weights_hash, theirs.vocab_hash) != (ours.name, ours.weights_hash, ours.vocab_hash):
         what = f"{theirs.name} (weights {theirs.weights_hash[:12]}), not {ours.name} (weights {ours.weights_hash[:12]})"

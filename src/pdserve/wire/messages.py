@@ -5,13 +5,17 @@ Each message about a request carries `id` and `epoch`; a message of an epoch tha
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 Role = Literal["prefill", "decode"]
 FinishReason = Literal["stop", "length"]
 BusyReason = Literal["queue_full", "timeout", "draining", "prefill_queue_full", "expired"]
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+"""What a node says of itself is checked as it is decoded: a wrong number costs that node, nobody else."""
 
 GROUP = -1
 """As the `choice` of a frame: all choices of the request together."""
@@ -59,19 +63,19 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str
     weights_hash: str
     vocab_hash: str
-    max_len: int
+    max_len: Positive
     """Longest prompt + output, in tokens, that this process serves."""
 
 
 class KvLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """The shape of one KV page, contiguous across layers. P and D can be paired when theirs are equal."""
 
-    page_size: int
+    page_size: Positive
     """Tokens per page."""
-    page_bytes: int
-    layers: int
-    kv_heads: int
-    head_dim: int
+    page_bytes: Positive
+    layers: Positive
+    kv_heads: Positive
+    head_dim: Positive
     dtype: str
 
 
@@ -101,13 +105,15 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True, omit_default
     model: ModelCard
     layout: KvLayout
     transfer: TransferMetadata
-    capacity: int
+    capacity: Positive
     """Slots of a Decode node (its `--max-running-requests`); of a Prefill node the same flag, informative."""
     capabilities: tuple[str, ...] = ()
     nonce: bytes = b""
     proof: bytes = b""
     """HMAC-SHA256 of the challenge with the cluster token; the token itself is never sent."""
     status_url: str = ""
+    heartbeat_interval: float = 0.0
+    """Seconds between its heartbeats: it takes the Master for lost after three. 0: from an older node, not told."""
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True, omit_defaults=True):
@@ -117,6 +123,8 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True, omit_defaults=True):
     """Incarnation of the Master."""
     proof: bytes = b""
     capabilities: tuple[str, ...] = ()
+    heartbeat_interval: float = 0.0
+    """As in `Hello`, of the Master."""
 
 
 class Reject(msgspec.Struct, tag="reject", frozen=True):
@@ -128,7 +136,7 @@ class Reject(msgspec.Struct, tag="reject", frozen=True):
 
 
 class Ping(msgspec.Struct, tag="ping", frozen=True):
-    """Sent every heartbeat interval by both sides; any frame counts as a sign of life."""
+    """Sent every heartbeat interval, the shorter one of the two sides, by both; any frame counts as a sign of life."""
 
 
 # --- Master → node
@@ -224,18 +232,18 @@ class Renew(msgspec.Struct, tag="renew", frozen=True):
 class NodeStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True, omit_defaults=True):
     """A node's load, sent as its heartbeat and after notable changes. Gauges at one instant."""
 
-    capacity: int = 0
-    active: int = 0
+    capacity: Count = 0
+    active: Count = 0
     """Leases held (D) or prompts in work and held (P)."""
-    queued: int = 0
+    queued: Count = 0
     """Waiting slots (D) or prompt tokens (P)."""
-    reserved: int = 0
+    reserved: Count = 0
     """Of the active slots, those of reservations that nobody has claimed yet (D)."""
-    pages_free: int = 0
-    pages_cached: int = 0
-    pages_pinned: int = 0
-    pages_quarantined: int = 0
-    transfers: int = 0
+    pages_free: Count = 0
+    pages_cached: Count = 0
+    pages_pinned: Count = 0
+    pages_quarantined: Count = 0
+    transfers: Count = 0
     draining: bool = False
 
 

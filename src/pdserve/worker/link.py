@@ -15,9 +15,10 @@ from pdserve.errors import FatalError, ProtocolError
 from pdserve.nurseries.connection import GOING_AWAY, ConnectionLost, connection_scope
 from pdserve.nurseries.forwarder import Outbox
 from pdserve.nurseries.groups import leaves
-from pdserve.nurseries.heartbeat import Heartbeat
+from pdserve.nurseries.heartbeat import Heartbeat, pace
+from pdserve.nurseries.shelter import sheltered_nursery
 from pdserve.wire.codec import decode_from_master, encode
-from pdserve.wire.handshake import signed, verify_master
+from pdserve.wire.handshake import REPLACED, signed, verify_master
 from pdserve.wire.messages import (
     Cancel,
     Challenge,
@@ -48,6 +49,8 @@ log = logging.getLogger("pdserve.link")
 
 _HANDSHAKE_TIMEOUT = 10.0
 _BACKOFF_FIRST, _BACKOFF_MOST = 0.1, 5.0
+_REPLACED = 10
+"""As many failures as it takes for the longest pause."""
 _EXPECTED = (ConnectionLost, ConnectionClosed, HandshakeError, ProtocolError, OSError, trio.TooSlowError)
 HEARTBEATS_MISSED = 3
 """A peer silent for so many intervals is lost."""
@@ -153,6 +156,8 @@ class MasterLink:
                         raise cause from error
                 failures = 1 if self.registered else failures + 1
                 self.redundant = False
+                if isinstance(causes[0], ConnectionLost) and causes[0].code == REPLACED:
+                    failures = _REPLACED  # whoever else has this id would be replaced in turn, and so on
                 self._note(causes[0], error)
             else:
                 failures = 0
@@ -175,6 +180,9 @@ class MasterLink:
         bug = not isinstance(cause, _EXPECTED) or (isinstance(cause, ConnectionLost) and cause.internal)
         if bug:
             log.error("link to Master %s: %s", self.url, reason, exc_info=error)
+        elif isinstance(cause, ConnectionLost) and cause.code == REPLACED:
+            who = self._hello.node_id
+            log.warning("link to Master %s: another process has registered as %s: --node-id must differ", self.url, who)
         elif self.state != reason:
             left = isinstance(cause, ConnectionLost) and cause.code == GOING_AWAY
             log.log(logging.INFO if left else logging.WARNING, "link to Master %s: %s", self.url, reason)
@@ -197,7 +205,7 @@ class MasterLink:
 
     async def _once(self) -> Claim:
         """One connection, to its end. Returns only where another link serves the Master: that link's claim."""
-        async with trio.open_nursery() as nursery:
+        async with sheltered_nursery() as nursery:
             with trio.fail_after(_HANDSHAKE_TIMEOUT):
                 ws = await self._dial(nursery)
             try:
@@ -209,16 +217,15 @@ class MasterLink:
                 if other is None:
                     with self._claims.held(challenge.master, self.url):  # before any wait: links dial at the same time
                         with trio.fail_after(_HANDSHAKE_TIMEOUT):
-                            await self._shake_hands(ws, challenge)
-                        await self._serve(ws)
+                            welcome = await self._shake_hands(ws, challenge)
+                        await self._serve(ws, pace(self._interval, welcome.heartbeat_interval))
             finally:
                 with trio.move_on_after(1.0, shield=True):
                     await ws.aclose()
-                nursery.cancel_scope.cancel()
         assert other is not None, "a link that serves ends with an exception"
         return other
 
-    async def _shake_hands(self, ws: WebSocketConnection, challenge: Challenge) -> None:
+    async def _shake_hands(self, ws: WebSocketConnection, challenge: Challenge) -> Welcome:
         hello = signed(self._hello, self._token, challenge.nonce)
         await ws.send_message(encode(hello))
         answer = decode_from_master(await ws.get_message())
@@ -230,8 +237,9 @@ class MasterLink:
             raise ProtocolError("the Master could not prove the cluster token")
         if challenge.master not in ("", answer.master):
             raise ProtocolError("the Master gave two incarnations")
+        return answer
 
-    async def _serve(self, ws: WebSocketConnection) -> None:
+    async def _serve(self, ws: WebSocketConnection, ping_interval: float) -> None:
         outbox = Outbox(encode=encode, control_limit=8192)
         try:
             async with connection_scope(
@@ -239,7 +247,7 @@ class MasterLink:
                 name=f"link {self.url}",
                 on_message=self._on_message,
                 outbox=outbox,
-                heartbeat=Heartbeat(self._interval, HEARTBEATS_MISSED * self._interval),
+                heartbeat=Heartbeat(ping_interval, HEARTBEATS_MISSED * self._interval),
                 send_ping=lambda: outbox.control(self._role.stats()),
             ) as connection:
                 self._requests = LinkRequests(connection, outbox)

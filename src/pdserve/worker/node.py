@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdserve.worker")
 
+_LINGER = 0.2
+"""Seconds after the last request of a drain: the answer to the pull that ended it may still be on its way to Decode."""
+
 
 class WorkerNode:
     """One Prefill or Decode node over a loaded engine. `run` is its whole life."""
@@ -166,6 +169,7 @@ class WorkerNode:
         with trio.move_on_after(self.config.drain_timeout):
             while not self.role.idle:
                 await self._changed.wait()
+        await trio.sleep(_LINGER)
 
     async def _watch_transfers(self) -> NoReturn:
         """A node whose transfers do not end loses its pages to them: it drains, and its process is replaced."""
@@ -200,6 +204,7 @@ class WorkerNode:
             capacity=self.config.max_running_requests,
             capabilities=(DECODE_ADMISSION,) if admits else (),
             status_url=status_url,
+            heartbeat_interval=self.config.heartbeat_interval,
         )
 
     def _report(self) -> None:
