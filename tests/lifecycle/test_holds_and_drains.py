@@ -84,7 +84,7 @@ async def test_a_prefill_node_that_leaves_before_decodes_word_of_the_transfer_co
 
 
 async def test_a_drained_prefill_node_of_whose_transfer_nobody_tells_is_an_error_in_time(cluster, autojump_clock):
-    async with cluster(decode={"faults": "transfer-delay=20"}, prefill={"drain_timeout": 1.0}) as it:
+    async with cluster(decode={"faults": "transfer-delay=6"}, prefill={"drain_timeout": 1.0}) as it:
         p = it.node("p0")
         with pytest.raises(WorkerFailedError):
             async with it.master.generate(it.request(prompt_of(40), max_tokens=50)) as output:
@@ -94,7 +94,7 @@ async def test_a_drained_prefill_node_of_whose_transfer_nobody_tells_is_an_error
                 async for delta in output:
                     assert delta.finish is None
         assert trio.current_time() - left < 4
-        await it.quiet(within=30)
+        await it.quiet(within=10)
 
 
 @pytest.mark.parametrize("index", [0, 1])
