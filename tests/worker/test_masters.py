@@ -11,6 +11,7 @@ import trio
 import trustme
 from trio_websocket import wrap_server_stream
 
+from pdserve.errors import ConfigError
 from pdserve.worker.dial import dialler
 from pdserve.worker.link import Claims
 from pdserve.worker.masters import MasterName, resolve_name, sources
@@ -93,6 +94,13 @@ async def test_a_certificate_for_an_address(ca):
     async with listening("127.0.0.1") as (port, _):
         ((_, dial),) = sources([f"wss://127.0.0.1:{port}"], ca)
         assert await greeting(dial) == "hello"
+
+
+async def test_an_authority_that_cannot_be_used_names_its_flag(tmp_path):
+    (tmp_path / "ca.pem").write_text("nonsense")
+    with pytest.raises(ConfigError, match=r"--link-ca .*ca\.pem"):
+        sources(["wss://master.test:1"], tmp_path / "ca.pem")
+    sources(["ws://master.test:1"], tmp_path / "ca.pem")
 
 
 async def test_a_dial_that_is_given_up_leaves_no_socket():

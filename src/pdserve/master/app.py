@@ -10,6 +10,7 @@ import attrs
 import msgspec
 import trio
 
+from pdserve.errors import ConfigError
 from pdserve.ids import RequestIds, new_incarnation
 from pdserve.master.coordinator import Coordinator
 from pdserve.master.links import NodeLinks
@@ -101,7 +102,11 @@ class Master:
 async def open_master(
     config: MasterConfig, card: ModelCard, metrics: MasterMetrics, listeners: Sequence[socket]
 ) -> AsyncIterator[Master]:
-    """A Master that accepts nodes on `listeners` while the context lasts; leaving ends requests, then links."""
+    """A Master that accepts nodes on `listeners` while the context lasts; leaving ends requests, then links.
+
+    Owns `listeners` from the call on. Raises ConfigError, before anything is accepted, for an unusable certificate.
+    """
+    streams = _stream_listeners(config, listeners)
     registry, incarnation = Registry(), new_incarnation()
     links = NodeLinks(
         registry,
@@ -113,7 +118,7 @@ async def open_master(
         need_admission=not config.disable_admission,
     )
     async with trio.open_nursery() as link_nursery:
-        await link_nursery.start(trio.serve_listeners, links.handle, _stream_listeners(config, listeners))
+        await link_nursery.start(trio.serve_listeners, links.handle, streams)
         async with trio.open_nursery() as request_nursery:
             coordinator = Coordinator(
                 registry,
@@ -134,9 +139,16 @@ async def open_master(
 def _stream_listeners(
     config: MasterConfig, sockets: Sequence[socket]
 ) -> list[trio.SocketListener] | list[trio.SSLListener[trio.SocketStream]]:
+    tls = None
+    if config.link_tls_cert is not None:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            tls.load_cert_chain(config.link_tls_cert, config.link_tls_key)
+        except OSError as error:  # ssl.SSLError is one
+            for sock in sockets:
+                sock.close()
+            raise ConfigError(
+                f"cannot use --link-tls-cert {config.link_tls_cert} with --link-tls-key {config.link_tls_key}: {error}"
+            ) from error
     plain = [trio.SocketListener(trio.socket.from_stdlib_socket(sock)) for sock in sockets]
-    if config.link_tls_cert is None:
-        return plain
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(config.link_tls_cert, config.link_tls_key)
-    return [trio.SSLListener(listener, context) for listener in plain]
+    return plain if tls is None else [trio.SSLListener(listener, tls) for listener in plain]

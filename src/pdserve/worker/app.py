@@ -38,7 +38,11 @@ _STATUS_READER_TIMEOUT = 30.0
 async def serve_worker(
     config: PrefillConfig | DecodeConfig, drain: Drain, *, make_agent: Callable[[str], TransferAgent]
 ) -> None:
-    """Run one Prefill or Decode node until `drain`. Raises FatalError when its engine or transfer owner fails."""
+    """Run one Prefill or Decode node until `drain`. Raises FatalError when its engine or transfer owner fails.
+
+    Raises ConfigError where a flag has turned out to be unusable on this machine.
+    """
+    masters = sources(config.master_urls, config.link_ca)  # first: loading the engine can take minutes
     files = resolve_model(config.model)
     card = load_model_card(files, max_seq_len=config.max_seq_len)
     tokenizer = load_tokenizer(files)
@@ -54,7 +58,6 @@ async def serve_worker(
             await serve_asgi(app, [listener], stop=stop, graceful=1.0, task_status=task_status)
 
         async def run_node(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-            masters = sources(config.master_urls, config.link_ca)
             await node.run(masters, status_url=status_url, task_status=task_status)
 
         async with trio.open_nursery() as nursery:

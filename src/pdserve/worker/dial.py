@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import trio
 from trio_websocket import WebSocketConnection, wrap_client_stream
 
+from pdserve.errors import ConfigError
 from pdserve.wire.codec import MAX_FRAME_BYTES
 
 if TYPE_CHECKING:
@@ -26,13 +27,14 @@ def dialler(url: str, ca: Path | None) -> Callable[[str], Dial]:
     """For `url`, ws:// or wss://: how to dial it at an address, an IP literal.
 
     The Host header and the certificate (verified against `ca`, or the system's authorities) are about the URL's host,
-    wherever its address came from. The dial raises OSError where there is no connection or no trust.
+    wherever its address came from. The dial raises OSError where there is no connection or no trust. Raises ConfigError
+    for a `ca` that cannot be used.
     """
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or 0
     name = f"[{host}]" if ":" in host else host
     resource = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    context = ssl.create_default_context(cafile=ca) if parts.scheme == "wss" else None
+    context = _context(ca) if parts.scheme == "wss" else None
 
     def at(address: str) -> Dial:
         async def dial(nursery: trio.Nursery) -> WebSocketConnection:
@@ -55,6 +57,13 @@ def dialler(url: str, ca: Path | None) -> Callable[[str], Dial]:
         return dial
 
     return at
+
+
+def _context(ca: Path | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"cannot use --link-ca {ca}: {error}") from error
 
 
 async def _trusted(tcp: trio.SocketStream, context: ssl.SSLContext, host: str) -> trio.SSLStream[trio.SocketStream]:
