@@ -10,12 +10,13 @@ import os
 from collections import deque
 from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
 
-from pdserve.errors import MissingDependencyError, PeerDisconnectedError, TransferError
+from pdserve.errors import ConfigError, MissingDependencyError, PeerDisconnectedError, TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,7 +59,8 @@ class _Read:
 class NixlAgent:
     """One NIXL agent with the UCX backend and a progress thread that wakes every `progress_delay_us` microseconds.
 
-    Raises MissingDependencyError when NIXL is not installed, TransferError when it cannot start.
+    Raises MissingDependencyError when NIXL is not installed, ConfigError when it cannot start for want of a network
+    device that does not exist, TransferError when it cannot start otherwise.
     """
 
     def __init__(self, name: str, *, progress_delay_us: int = 1000) -> None:
@@ -77,7 +79,15 @@ class NixlAgent:
         config.pthrDelay = progress_delay_us
         config.syncMode = bindings.NIXL_THREAD_SYNC_NONE
         self._agent: Any = self._try(bindings.nixlAgent, name, config)
-        self._try(self._agent.createBackend, "UCX", {})
+        try:
+            self._try(self._agent.createBackend, "UCX", {})
+        except TransferError as error:
+            devices = os.environ.get("UCX_NET_DEVICES", "")
+            if missing := _missing_devices(devices):
+                raise ConfigError(
+                    f"--nixl-device (UCX_NET_DEVICES) {devices}: no network device {', '.join(missing)}"
+                ) from error
+            raise
         self._base = 0
         self._segment: tuple[Any, int] = (bindings.DRAM_SEG, 0)
         self._registered: Any = None
@@ -229,6 +239,16 @@ class NixlAgent:
             raise PeerDisconnectedError(f"NIXL: the peer is disconnected ({error})") from error
         except self._errors as error:
             raise TransferError(f"NIXL: {type(error).__name__} ({error})") from error
+
+
+def _missing_devices(choice: str) -> list[str]:
+    """Which names of a UCX_NET_DEVICES the system does not have; UCX itself says so only in its log, and goes on."""
+    if choice == "all" or choice.startswith("^"):
+        return []
+    names = [word.strip().partition(":")[0] for word in choice.split(",")]
+    classes = [Path("/sys/class/net"), Path("/sys/class/infiniband")]
+    # A bracket is a range of devices in UCX.
+    return [name for name in names if name and "[" not in name and not any((kind / name).exists() for kind in classes)]
 
 
 def _runs(pages: NDArray[np.int64], others: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -54,7 +54,7 @@ Source = tuple[str, Dial] | MasterName
 
 
 def sources(urls: Sequence[str], ca: Path | None, resolve: Resolve = resolve_name) -> list[Source]:
-    """What `--masters` means; a host that is an IP literal is never looked up. Raises ConfigError for an unusable `ca`."""
+    """What `--masters` means. A host that is an IP literal is never looked up. Raises ConfigError for an unfit `ca`."""
     found: list[Source] = []
     for url in urls:
         parts = urlsplit(url)
