@@ -5,6 +5,7 @@ import pytest
 
 from pdserve.engine.base import Sample, StepPlan, Work
 from pdserve.engine.sim import SimEngine, expected_tokens
+from pdserve.errors import ConfigError
 from pdserve.wire.messages import ModelCard, SamplingParams
 
 EOS = frozenset({2})
@@ -105,6 +106,12 @@ def test_memory_is_one_aligned_range():
     prefill(engine, PROMPT, [4, 0, 1])
     assert np.frombuffer(ctypes.string_at(memory.address + 4 * 32, 32), dtype=np.uint64).all()
     assert not ctypes.string_at(memory.address + 2 * 32, 32).strip(b"\0")
+
+
+@pytest.mark.parametrize(("num_pages", "size"), [(1 << 52, "134217728 GiB"), (1 << 70, r"\d+ GiB")])
+def test_memory_that_is_not_there_names_the_flag(num_pages, size):
+    with pytest.raises(ConfigError, match=f"--kv-tokens {num_pages * 4} needs {size}"):
+        make(num_pages=num_pages)
 
 
 def test_token_4_asks_for_the_end():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdserve.engine.base import KvMemory, Sampled, StepResult
+from pdserve.engine.memory import no_room
 from pdserve.engine.sampling import MASK64, mix64, uniform
 from pdserve.wire.messages import KvLayout, TokenLogprob
 
@@ -30,7 +31,10 @@ _LOGPROB = -0.1
 
 
 class SimEngine:
-    """Engine protocol; costs microseconds of real time per sequence and step. Raises RuntimeError after `close`."""
+    """Engine protocol; costs microseconds of real time per sequence and step. Raises RuntimeError after `close`.
+
+    Raises ConfigError when there is no memory for the pages.
+    """
 
     threaded = False
 
@@ -54,7 +58,10 @@ class SimEngine:
         self._vocabulary = vocab_size
         self._choices = _choices(vocab_size, eos_token_ids)
         nbytes = num_pages * self.layout.page_bytes
-        raw = np.zeros(nbytes + _ALIGNMENT, dtype=np.uint8)
+        try:
+            raw = np.zeros(nbytes + _ALIGNMENT, dtype=np.uint8)
+        except (MemoryError, ValueError) as error:  # ValueError: more than there are addresses
+            raise no_room(num_pages * page_size, nbytes, error) from error
         skip = -int(raw.ctypes.data) % _ALIGNMENT
         self._bytes = raw[skip : skip + nbytes]
         self._kv = self._bytes.view(np.uint64).reshape(num_pages, page_size)

@@ -52,8 +52,9 @@ def test_layer_types_decide_about_the_window(tools, tmp_path):
         ({"device": "cuda:99"}, "torch sees"),
         ({"dtype": "int3"}, "--dtype 'int3': one of auto, float32"),
         ({"kv_tokens": 3}, "--kv-tokens 3 is less than one page"),
-        ({"kv_tokens": 1 << 50}, f"--kv-tokens {1 << 50}: .* bytes of KV memory"),
-        ({"kv_tokens": 1 << 62}, "bytes of KV memory"),
+        ({"kv_tokens": 1 << 50}, f"--kv-tokens {1 << 50} needs .* GiB of KV memory"),
+        ({"kv_tokens": 1 << 62}, "GiB of KV memory"),
+        ({"kv_tokens": 1 << 90}, "GiB of KV memory"),
     ],
 )
 def test_settings(options, message, tools, tiny_checkpoints):

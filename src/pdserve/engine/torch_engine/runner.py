@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import mmap
+import sys
 from typing import TYPE_CHECKING
 
 import torch
 
 from pdserve.engine.base import KvMemory, StepResult
+from pdserve.engine.memory import no_room
 from pdserve.engine.torch_engine.attention import BatchBuilder, KvPool
 from pdserve.engine.torch_engine.checkpoints import GgufSource, SafetensorsSource
 from pdserve.engine.torch_engine.config import gguf_config, hf_config
@@ -60,7 +63,7 @@ def load_engine(
             )
         pool = KvPool(_allocate(config, kv_tokens, page_size, where, kind))
     except torch.OutOfMemoryError as error:
-        raise ConfigError(f"--model {name} and --kv-tokens {kv_tokens} do not fit {where}: {error}") from error
+        raise ConfigError(f"--model {name} does not fit {where}: {error}") from error
     return TorchEngine(model, pool, card, eos_token_ids)
 
 
@@ -156,12 +159,14 @@ def _allocate(
     if page_size < 1 or kv_tokens < page_size:
         raise ConfigError(f"--kv-tokens {kv_tokens} is less than one page of --page-size {page_size}")
     shape = (kv_tokens // page_size, config.layers, 2, page_size, config.kv_heads, config.head_dim)
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes > sys.maxsize:  # torch would count modulo 2^64
+        raise no_room(kv_tokens, nbytes, "more than there are addresses")
     try:
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
         # Anonymous memory is zero without being touched: pages of the pool that nobody uses cost nothing.
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"--kv-tokens {kv_tokens}: {nbytes} bytes of KV memory: {error}") from error
+    except (OSError, torch.OutOfMemoryError) as error:
+        raise no_room(kv_tokens, nbytes, error) from error
     return torch.frombuffer(memory, dtype=dtype).view(shape)
