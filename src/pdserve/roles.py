@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from pdserve import collector, control
+from pdserve import collector, control, descriptors
 from pdserve.http.app import build_app
 from pdserve.master.app import open_master
 from pdserve.nurseries.drain import Drain
+from pdserve.telemetry.listener import open_listener
 from pdserve.telemetry.metrics import MasterMetrics
-from pdserve.telemetry.serving import open_listener, serve_asgi
+from pdserve.telemetry.serving import serve_asgi
 from pdserve.text.models import load_model_card, resolve_model
 from pdserve.text.template import ChatTemplate
 from pdserve.text.tokenizer import load_tokenizer
@@ -32,6 +33,7 @@ _LAST_BYTES = 2.0
 
 async def run_master(config: MasterConfig) -> None:
     """HTTP for clients, links for nodes. Drains on SIGTERM, SIGINT, and when the process that started it is gone."""
+    descriptors.raise_limit()
     files = resolve_model(config.model)
     card = load_model_card(files, max_seq_len=config.max_seq_len)
     tokenizer = load_tokenizer(files)
@@ -96,6 +98,7 @@ async def run_decode(config: DecodeConfig) -> None:
 async def _run_worker(config: PrefillConfig | DecodeConfig) -> None:
     from pdserve.worker.app import serve_worker
 
+    descriptors.raise_limit()
     drain = Drain()
     async with trio.open_nursery() as nursery:
         _watch(nursery, drain)

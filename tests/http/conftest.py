@@ -10,8 +10,9 @@ import trio
 
 from pdserve.http.app import build_app
 from pdserve.master.service import Readiness
+from pdserve.telemetry.listener import open_listener
 from pdserve.telemetry.metrics import MasterMetrics
-from pdserve.telemetry.serving import open_listener, serve_asgi
+from pdserve.telemetry.serving import serve_asgi
 from pdserve.text.bytelevel import ByteTokenizer
 from pdserve.text.template import ChatTemplate
 from pdserve.wire.messages import Delta, ModelCard, TokenLogprob

@@ -10,8 +10,8 @@ import trustme
 from pdserve.config import MasterConfig
 from pdserve.errors import ConfigError
 from pdserve.master.app import open_master
+from pdserve.telemetry.listener import open_listener
 from pdserve.telemetry.metrics import MasterMetrics
-from pdserve.telemetry.serving import open_listener
 from pdserve.wire.messages import ModelCard
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ import pytest
 import trio
 import trio.testing
 
-from pdserve.telemetry.serving import open_listener, serve_asgi
+from pdserve.telemetry.listener import open_listener
+from pdserve.telemetry.serving import serve_asgi
 
 pytestmark = pytest.mark.trio
 

@@ -1,9 +1,13 @@
+import os
+import resource
 import socket
+from contextlib import contextmanager
 
 import pytest
+import trio
 
 from pdserve.errors import ConfigError
-from pdserve.telemetry.serving import open_listener
+from pdserve.telemetry.listener import Listener, open_listener
 
 
 def test_a_listener_that_cannot_be_opened_names_its_address():
@@ -16,3 +20,36 @@ def test_a_listener_that_cannot_be_opened_names_its_address():
         open_listener("no.such.host.invalid", 0, user_timeout=None)
     with pytest.raises(ConfigError, match="99999"):
         open_listener("127.0.0.1", 99999, user_timeout=None)
+
+
+@contextmanager
+def no_descriptor_left():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), before[1]))
+    taken = []
+    try:
+        while True:  # the gaps below the limit
+            taken.append(os.dup(0))
+    except OSError:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for number in taken:
+            os.close(number)
+
+
+@pytest.mark.trio
+async def test_connections_wait_while_no_descriptor_is_left(caplog):
+    with trio.fail_after(10), socket.socket() as client:
+        sock = open_listener("127.0.0.1", 0, user_timeout=None)
+        async with Listener(sock) as listener:
+            client.connect(sock.getsockname())
+            with no_descriptor_left(), trio.move_on_after(0.35) as waiting:
+                await listener.accept()
+            assert waiting.cancelled_caught
+            async with await listener.accept() as stream:
+                client.sendall(b"x")
+                assert await stream.receive_some() == b"x"
+    (warning,) = caplog.records
+    assert (warning.levelname, warning.exc_info) == ("WARNING", None)
+    assert "Too many open files" in warning.message

@@ -12,7 +12,8 @@ import trio.testing
 import trustme
 
 from pdserve.errors import ConfigError
-from pdserve.telemetry.serving import open_listener, serve_asgi
+from pdserve.telemetry.listener import open_listener
+from pdserve.telemetry.serving import serve_asgi
 
 pytestmark = pytest.mark.trio
 

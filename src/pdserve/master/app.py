@@ -18,6 +18,7 @@ from pdserve.master.registry import Registry
 from pdserve.master.selector import Selector
 from pdserve.master.service import Readiness
 from pdserve.nurseries.tree import snapshot
+from pdserve.telemetry.listener import Listener
 from pdserve.wire.footprint import Footprint
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ async def open_master(
 
 def _stream_listeners(
     config: MasterConfig, sockets: Sequence[socket]
-) -> list[trio.SocketListener] | list[trio.SSLListener[trio.SocketStream]]:
+) -> list[Listener] | list[trio.SSLListener[trio.SocketStream]]:
     tls = None
     if config.link_tls_cert is not None:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -150,5 +151,5 @@ def _stream_listeners(
             raise ConfigError(
                 f"cannot use --link-tls-cert {config.link_tls_cert} with --link-tls-key {config.link_tls_key}: {error}"
             ) from error
-    plain = [trio.SocketListener(trio.socket.from_stdlib_socket(sock)) for sock in sockets]
+    plain = [Listener(sock) for sock in sockets]
     return plain if tls is None else [trio.SSLListener(listener, tls) for listener in plain]

@@ -17,6 +17,7 @@ from hypercorn.typing import ConnectionState
 from hypercorn.utils import wrap_app
 
 from pdserve.errors import ConfigError
+from pdserve.telemetry.listener import Listener
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,34 +29,6 @@ log = logging.getLogger("pdserve.http")
 
 _PROBES = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 """Asked for all the time by machines: in the access log at level debug only."""
-
-
-def open_listener(host: str, port: int, *, user_timeout: float | None, backlog: int = 1024) -> socket.socket:
-    """A listening TCP socket; port 0 lets the system choose.
-
-    `user_timeout` (seconds) is inherited by accepted connections: a peer that acknowledges or reads nothing for that
-    long is cut by the kernel, even while a send to it is shielded. Raises ConfigError naming host and port.
-    """
-    if not 0 <= port <= 65535:  # the resolver would take it modulo 65536
-        raise ConfigError(f"cannot listen on {host}:{port}: no such port")
-    listener: socket.socket | None = None
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, proto)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if user_timeout is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(user_timeout * 1000)))
-        listener.bind(address)
-        listener.listen(backlog)
-    except OSError as error:
-        if listener is not None:
-            listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
-    listener.setblocking(False)
-    return listener
 
 
 async def serve_asgi(
@@ -85,8 +58,8 @@ async def serve_asgi(
         for sock in sockets:
             sock.close()
         raise ConfigError(f"cannot use the TLS certificate {certfile} with key {keyfile}: {error}") from error
-    plain = [trio.SocketListener(trio.socket.from_stdlib_socket(sock)) for sock in sockets]
-    listeners: list[trio.SocketListener] | list[trio.SSLListener[trio.SocketStream]] = (
+    plain = [Listener(sock) for sock in sockets]
+    listeners: list[Listener] | list[trio.SSLListener[trio.SocketStream]] = (
         plain if tls is None else [trio.SSLListener(one, tls, https_compatible=True) for one in plain]
     )
     urls = [_url("http" if tls is None else "https", sock) for sock in sockets]

@@ -9,7 +9,8 @@ import trio
 
 from pdserve import collector
 from pdserve.errors import ConfigError
-from pdserve.telemetry.serving import open_listener, serve_asgi
+from pdserve.telemetry.listener import open_listener
+from pdserve.telemetry.serving import serve_asgi
 from pdserve.text.models import load_model_card, resolve_model
 from pdserve.text.tokenizer import load_tokenizer
 from pdserve.worker.masters import sources
