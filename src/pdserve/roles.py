@@ -14,7 +14,7 @@ from pdserve import collector, control, descriptors
 from pdserve.http.app import build_app
 from pdserve.master.app import open_master
 from pdserve.nurseries.drain import Drain
-from pdserve.telemetry.listener import open_listener
+from pdserve.telemetry.listener import address_of, open_listener
 from pdserve.telemetry.metrics import MasterMetrics
 from pdserve.telemetry.serving import serve_asgi
 from pdserve.text.models import load_model_card, resolve_model
@@ -72,7 +72,7 @@ async def run_master(config: MasterConfig) -> None:
             served = trio.Event()
             urls = await nursery.start(serve, name="http")
             collector.relax()
-            log.info("HTTP on %s, node links on %s:%d", ", ".join(urls), *links.getsockname()[:2])
+            log.info("HTTP on %s, node links on %s", ", ".join(urls), address_of(links))
             await drain.started.wait()
             master.draining = True
             deadline = trio.current_time() + config.drain_timeout

@@ -7,7 +7,7 @@ import pytest
 import trio
 
 from pdserve.errors import ConfigError
-from pdserve.telemetry.listener import Listener, open_listener
+from pdserve.telemetry.listener import Listener, address_of, open_listener
 
 
 def test_a_listener_that_cannot_be_opened_names_its_address():
@@ -20,6 +20,20 @@ def test_a_listener_that_cannot_be_opened_names_its_address():
         open_listener("no.such.host.invalid", 0, user_timeout=None)
     with pytest.raises(ConfigError, match="99999"):
         open_listener("127.0.0.1", 99999, user_timeout=None)
+
+
+def test_ipv6_has_brackets_in_every_line():
+    with pytest.raises(ConfigError, match=r"\[::1\]:99999: no such port"):
+        open_listener("::1", 99999, user_timeout=None)
+    try:
+        listener = open_listener("::1", 0, user_timeout=None)
+    except ConfigError:
+        pytest.skip("no IPv6 here")
+    with listener:
+        port = listener.getsockname()[1]
+        assert address_of(listener) == f"[::1]:{port}"
+        with pytest.raises(ConfigError, match=rf"cannot listen on \[::1\]:{port}: "):
+            open_listener("::1", port, user_timeout=None)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ def open_listener(host: str, port: int, *, user_timeout: float | None, backlog: 
     long is cut by the kernel, even while a send to it is shielded. Raises ConfigError naming host and port.
     """
     if not 0 <= port <= 65535:  # the resolver would take it modulo 65536
-        raise ConfigError(f"cannot listen on {host}:{port}: no such port")
+        raise ConfigError(f"cannot listen on {_address(host, port)}: no such port")
     listener: socket.socket | None = None
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -43,9 +43,18 @@ def open_listener(host: str, port: int, *, user_timeout: float | None, backlog: 
     except OSError as error:
         if listener is not None:
             listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+        raise ConfigError(f"cannot listen on {_address(host, port)}: {error}") from error
     listener.setblocking(False)
     return listener
+
+
+def address_of(sock: socket.socket) -> str:
+    """`host:port` of a bound TCP socket as URLs and people have it: an IPv6 address in brackets."""
+    return _address(*sock.getsockname()[:2])
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class Listener(trio.abc.Listener[trio.SocketStream]):

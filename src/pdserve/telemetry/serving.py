@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,10 @@ from hypercorn.typing import ConnectionState
 from hypercorn.utils import wrap_app
 
 from pdserve.errors import ConfigError
-from pdserve.telemetry.listener import Listener
+from pdserve.telemetry.listener import Listener, address_of
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Sequence
 
     from hypercorn.events import Event
@@ -62,7 +62,7 @@ async def serve_asgi(
     listeners: list[Listener] | list[trio.SSLListener[trio.SocketStream]] = (
         plain if tls is None else [trio.SSLListener(one, tls, https_compatible=True) for one in plain]
     )
-    urls = [_url("http" if tls is None else "https", sock) for sock in sockets]
+    urls = [f"{'http' if tls is None else 'https'}://{address_of(sock)}" for sock in sockets]
     connections = _Connections(app, config)
     async with trio.open_nursery() as handlers:
         try:
@@ -167,8 +167,3 @@ class _Log(Logger):
         self.access_logger.log(
             level, '%s "%s %s" %s %.3fs', client[0] if client else "-", method, request["path"], status, request_time
         )
-
-
-def _url(scheme: str, sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"{scheme}://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"{scheme}://{host}:{port}"

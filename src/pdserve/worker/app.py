@@ -9,7 +9,7 @@ import trio
 
 from pdserve import collector
 from pdserve.errors import ConfigError
-from pdserve.telemetry.listener import open_listener
+from pdserve.telemetry.listener import address_of, open_listener
 from pdserve.telemetry.serving import serve_asgi
 from pdserve.text.models import load_model_card, resolve_model
 from pdserve.text.tokenizer import load_tokenizer
@@ -51,7 +51,7 @@ async def serve_worker(
         engine = await thread.call(load_engine, config, files, card, tokenizer, timeout=_LOAD_TIMEOUT)
         node = WorkerNode(config, engine, tokenizer, make_agent=make_agent, thread=thread)
         listener = open_listener(config.status_host, config.status_port, user_timeout=_STATUS_READER_TIMEOUT)
-        status_url = "http://{}:{}".format(*listener.getsockname()[:2])
+        status_url = f"http://{address_of(listener)}"
         stop = trio.Event()
 
         async def serve_status(task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED) -> None:
