@@ -30,10 +30,15 @@ class App:
     async def __call__(self, scope, receive, send):
         assert scope["type"] == "http"
         self.entered.set()
+        if scope["path"] == "/whole":
+            while (message := await receive()).get("more_body"):
+                pass
+            if message["type"] == "http.disconnect":
+                return
         if scope["path"] == "/boom":
             raise RuntimeError("boom")
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        if scope["path"] == "/slow":
+        if scope["path"] in ("/slow", "/whole"):
             await send({"type": "http.response.body", "body": b"begun", "more_body": True})
             try:
                 await self.go_on.wait()
@@ -94,6 +99,57 @@ async def test_a_response_in_flight_is_finished_after_stop():
             await dial(url)
         app.go_on.set()
         assert (await rest(stream)).endswith(b"0\r\n\r\n")
+
+
+POST = b"POST /whole HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n"
+
+
+async def test_a_request_that_is_half_sent_at_the_stop_gets_a_short_grace(caplog):
+    async with serving(graceful=60, unsent=0.2) as (app, url, stop), await dial(url) as half, await dial(url) as late:
+        await half.send_all(POST + b"12")
+        await app.entered.wait()
+        await late.send_all(POST + b"12")
+        await trio.testing.wait_all_tasks_blocked()
+        stop.set()
+        await late.send_all(b"34")
+        assert await rest(half) == b""
+        assert not app.stopped.is_set()
+        app.go_on.set()
+        assert (await rest(late)).endswith(b"0\r\n\r\n")
+        await app.stopped.wait()
+    assert not caplog.records
+
+
+async def test_a_handshake_that_does_not_come_gets_a_short_grace(tmp_path, caplog):
+    trustme.CA().issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(tmp_path / "both.pem")
+    path = str(tmp_path / "both.pem")
+    async with serving(graceful=60, unsent=0.2, certfile=path, keyfile=path) as (app, url, stop), await dial(url) as it:
+        await trio.testing.wait_all_tasks_blocked()
+        stop.set()
+        with trio.fail_after(2):
+            assert await rest(it) == b""
+            await app.stopped.wait()
+    assert not caplog.records
+
+
+async def test_http2_requests_that_are_answered_keep_their_time_beside_one_that_is_half_sent():
+    async with serving(graceful=60, unsent=0.2) as (app, url, stop), await dial(url) as stream:
+        client = h2.connection.H2Connection(h2.config.H2Configuration())
+        client.initiate_connection()
+        for number in (1, 3):
+            head = [(":method", "POST"), (":path", "/whole"), (":scheme", "http"), (":authority", "x")]
+            client.send_headers(number, head, end_stream=number == 1)
+        await stream.send_all(client.data_to_send())
+        await app.entered.wait()
+        await trio.testing.wait_all_tasks_blocked()
+        stop.set()
+        await trio.sleep(0.4)
+        app.go_on.set()
+        ended = False
+        while not ended:
+            events = client.receive_data(await stream.receive_some())
+            ended = any(isinstance(event, h2.events.StreamEnded) and event.stream_id == 1 for event in events)
+        await app.stopped.wait()
 
 
 async def test_a_response_that_outlives_the_grace_is_aborted():

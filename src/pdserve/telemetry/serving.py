@@ -20,7 +20,7 @@ from pdserve.telemetry.listener import Listener, address_of
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from hypercorn.events import Event
     from hypercorn.typing import ResponseSummary, WWWScope
@@ -41,12 +41,14 @@ async def serve_asgi(
     keyfile: str | None = None,
     max_header_bytes: int = 64 * 1024,
     keep_alive: float = 60.0,
+    unsent: float = 1.0,
     task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve HTTP/1.1 and HTTP/2 until `stop`, then return once the responses in flight are done.
 
     Owns `sockets` from the call on and closes them. `task_status` gets the URLs once connections are accepted.
-    After `stop` nothing is accepted, idle connections close, responses get `graceful` seconds, then are aborted.
+    After `stop` nothing is accepted, idle connections close, responses get `graceful` seconds, then are aborted;
+    connections without a request that has come in whole are looked for, and closed, every `unsent` seconds of these.
     `keep_alive` (seconds) also bounds how long a client may take to send its request headers.
     An exception in one connection is logged and ends that connection only. There is no ASGI lifespan.
     Raises ConfigError when the certificate cannot be used.
@@ -74,7 +76,10 @@ async def serve_asgi(
                 accepting.cancel_scope.cancel()
             await connections.context.terminated.set()
             with trio.move_on_after(graceful):
-                await connections.idle()
+                while connections.open:
+                    with trio.move_on_after(unsent):
+                        await connections.idle()
+                    connections.abort_unsent()
         finally:
             connections.abort()
             handlers.cancel_scope.cancel()
@@ -85,35 +90,42 @@ class _Connections:
 
     def __init__(self, app: Any, config: Config) -> None:  # noqa: ANN401
         self.context = WorkerContext(None)
-        self._app = wrap_app(app, 0, "asgi")
+        self._app = app
         self._config = config
-        self._open: set[trio.SocketStream] = set()
+        self.open: dict[trio.SocketStream, _Server] = {}
         self._idle = trio.Event()
 
     async def serve(self, stream: trio.SocketStream | trio.SSLStream[trio.SocketStream]) -> None:
         """One connection from accept to close; the border at which its unexpected failures are logged."""
         transport = stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
-        self._open.add(transport)
+        server = self.open[transport] = _Server(self._app, self._config, self.context, stream)
         try:
-            # hypercorn types the stream as TLS only, and handles both.
-            await _Server(self._app, self._config, self.context, ConnectionState({}), stream)  # type: ignore[arg-type]
+            await server
+        except trio.ClosedResourceError:
+            pass  # closed below, in the middle of the TLS handshake
         except Exception:
             log.exception("an HTTP connection failed")
         finally:
             transport.socket.close()
-            self._open.discard(transport)
-            if not self._open:
+            del self.open[transport]
+            if not self.open:
                 self._idle.set()
 
     async def idle(self) -> None:
         """Return when no connection is open. Only meaningful once nothing is accepted any more."""
-        while self._open:
+        while self.open:
             self._idle = trio.Event()
             await self._idle.wait()
 
+    def abort_unsent(self) -> None:
+        """Close the sockets of connections that have nothing to be answered."""
+        for transport, server in self.open.items():
+            if not server.answering:
+                transport.socket.close()
+
     def abort(self) -> None:
         """Close every socket at once. This also ends hypercorn's shielded sends, which no cancellation reaches."""
-        for transport in self._open:
+        for transport in self.open:
             transport.socket.close()
 
 
@@ -125,6 +137,32 @@ class _Server(TCPServer):
     _closed = False
     """By the client: from then on the connection is not idle but over."""
 
+    def __init__(
+        self,
+        app: Any,  # noqa: ANN401
+        config: Config,
+        context: WorkerContext,
+        stream: trio.SocketStream | trio.SSLStream[trio.SocketStream],
+    ) -> None:
+        wrapped = wrap_app(self._call, 0, "asgi")
+        # hypercorn types the stream as TLS only, and handles both.
+        super().__init__(wrapped, config, context, ConnectionState({}), stream)  # type: ignore[arg-type]
+        self._asgi = app
+        self._requests: set[_Request] = set()
+
+    @property
+    def answering(self) -> bool:
+        """Whether the app works on a request that has come in whole."""
+        return not all(request.unsent for request in self._requests)
+
+    async def _call(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Any) -> None:  # noqa: ANN401
+        request = _Request(receive)
+        self._requests.add(request)
+        try:
+            await self._asgi(scope, request.receive, send)
+        finally:
+            self._requests.discard(request)
+
     async def protocol_send(self, event: Event) -> None:
         if not (self._closed and isinstance(event, Updated)):
             await super().protocol_send(event)
@@ -133,6 +171,25 @@ class _Server(TCPServer):
         await super()._read_data()
         self._closed = True
         await self.idle_task.stop()
+
+
+class _Request:
+    """What one request has come to; `receive` is ASGI's."""
+
+    def __init__(self, receive: Callable[[], Awaitable[Any]]) -> None:
+        self._receive = receive
+        self._asked = self._whole = False
+
+    @property
+    def unsent(self) -> bool:
+        """Whether the app wants its body, and has not got all of it."""
+        return self._asked and not self._whole
+
+    async def receive(self) -> Any:  # noqa: ANN401
+        self._asked = True
+        message = await self._receive()
+        self._whole = self._whole or not message.get("more_body", False)
+        return message
 
 
 def _config(certfile: str | None, keyfile: str | None, max_header_bytes: int, keep_alive: float) -> Config:
