@@ -32,7 +32,7 @@ _LAST_BYTES = 2.0
 
 
 async def run_master(config: MasterConfig) -> None:
-    """HTTP for clients, links for nodes. Drains on SIGTERM, SIGINT, and when the process that started it is gone."""
+    """HTTP for clients, links for nodes. Drains on signals, and when the process that started it is gone."""
     descriptors.raise_limit()
     files = resolve_model(config.model)
     card = load_model_card(files, max_seq_len=config.max_seq_len)
@@ -117,8 +117,11 @@ def _nixl_agent(name: str, config: WorkerConfig) -> TransferAgent:
 
 def _watch(nursery: trio.Nursery, drain: Drain) -> None:
     """Signals and the end of the control pipe start the drain; a second signal exits at once."""
-    # Under `up`, Ctrl-C is meant for `up` alone, which then drains its children front to back.
-    signals = (signal.SIGTERM,) if control.under_up() else (signal.SIGTERM, signal.SIGINT)
+    signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    if control.under_up():
+        # Ctrl-C and the end of the terminal are meant for `up` alone, which then drains its children front to back.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signals = [signal.SIGTERM]
     nursery.start_soon(partial(drain.on_signals, signals=signals), name="signals")
 
     def leave() -> None:

@@ -20,7 +20,7 @@ async def test_start_is_final_and_keeps_the_first_reason(autojump_clock):
     assert drain.reason == "operator"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.trio
 async def test_first_signal_drains_second_leaves(number):
     drain = Drain()
@@ -35,6 +35,38 @@ async def test_first_signal_drains_second_leaves(number):
             os.kill(os.getpid(), signal.SIGTERM)
             await left.wait()
             nursery.cancel_scope.cancel()
+
+
+@pytest.mark.trio
+async def test_a_terminal_that_goes_is_never_the_second_signal():
+    drain = Drain()
+    second = []
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(
+                lambda task_status: drain.on_signals(second=lambda: second.append(1), task_status=task_status)
+            )
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGHUP)
+                await trio.testing.wait_all_tasks_blocked(0.01)
+            assert drain.reason == "SIGHUP"
+            assert second == []
+            nursery.cancel_scope.cancel()
+
+
+@pytest.mark.trio
+async def test_under_nohup_a_terminal_may_go():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    drain = Drain()
+    try:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(lambda task_status: drain.on_signals(task_status=task_status))
+            os.kill(os.getpid(), signal.SIGHUP)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            assert not drain.draining
+            nursery.cancel_scope.cancel()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.trio

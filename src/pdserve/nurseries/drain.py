@@ -39,21 +39,24 @@ class Drain:
         self,
         *,
         second: Callable[[], None] = _exit_now,
-        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> NoReturn:
         """The first signal starts the drain, each later one calls `second` (exits at once with status 130).
 
-        A drain that began for another reason does not count as the first signal. Never returns; main thread only.
+        A drain that began for another reason does not count as the first signal. SIGHUP never calls `second`: when a
+        terminal goes, kernel and shell both send it; where it is ignored (nohup), it stays ignored. Never returns; main
+        thread only.
         """
-        with trio.open_signal_receiver(*signals) as received:
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+        with trio.open_signal_receiver(*(number for number in signals if number not in ignored)) as received:
             task_status.started()
             first = True
             async for number in received:
                 if first:
                     self.start(signal.Signals(number).name)
                     first = False
-                else:
+                elif number != signal.SIGHUP:
                     second()
         raise AssertionError("unreachable")
 

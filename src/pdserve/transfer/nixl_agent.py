@@ -39,6 +39,7 @@ def prepare_environment(loopback: bool) -> None:
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # none: by default UCX takes SIGHUP from the process
 
 
 @attrs.define
