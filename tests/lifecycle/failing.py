@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
+from lifecycle.client import Client
 from lifecycle.cluster import BASE, TOKENIZER, Cluster
-from lifecycle.steps import Client
 from pdserve.config import DecodeConfig, PrefillConfig
 from pdserve.engine.sim import expected_tokens
 from pdserve.http.app import build_app

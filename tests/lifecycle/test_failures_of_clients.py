@@ -10,9 +10,9 @@ import pytest
 import trio
 
 import lifecycle.cluster
+from lifecycle.client import Client
 from lifecycle.cluster import BASE, CARD
 from lifecycle.failing import ask, body_of, die, expected, front, outcome_of, prompt_of, registered
-from lifecycle.steps import Client
 from pdserve.config import DecodeConfig, PrefillConfig
 from pdserve.wire.messages import NodeStats
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 import trio
 
+from lifecycle.client import Client
 from lifecycle.cluster import BASE
 from lifecycle.failing import ask, body_of, change, die, expected, front, outcome_of, prompt_of, watch
-from lifecycle.steps import Client
 from pdserve.config import PrefillConfig
 from pdserve.wire.messages import Decode, Delta, Failed, Prefill, Release, Renew, SamplingParams
 

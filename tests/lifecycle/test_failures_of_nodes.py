@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
+from lifecycle.client import Client
 from lifecycle.failing import (
     BEATS,
     INTERVAL,
@@ -21,7 +22,6 @@ from lifecycle.failing import (
     registered,
     until,
 )
-from lifecycle.steps import Client
 from pdserve.engine.scheduler import Sequence
 from pdserve.errors import TransferError
 from pdserve.wire.messages import Decode, SamplingParams
