@@ -133,16 +133,41 @@ def test_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: s
         (["--link-host", "0.0.0.0"], "--cluster-token"),
         (["--config", "/nowhere/x.toml"], "--config"),
         (["--model", "/nowhere/model.gguf"], "--model"),
+        (["--api-key", ""], "--api-key"),
+        (["--api-key=,"], "--api-key"),
+        (["--link-host", "0.0.0.0", "--cluster-token", " "], "--cluster-token"),
     ],
 )
 def test_bad_flag_is_one_line_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], words: list[str], complaint: str
+    ran: list[CommonConfig], capsys: pytest.CaptureFixture[str], words: list[str], complaint: str
 ) -> None:
     assert start(*words) == 2
     error = capsys.readouterr().err
     assert complaint in error
     assert "Traceback" not in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("value", ["", " ", " , "])
+def test_key_that_is_empty_leaves_nothing_open(
+    ran: list[CommonConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    value: str,
+) -> None:
+    file = tmp_path / "pdserve.toml"
+    file.write_text(f'api-key = "{value}"')
+    assert start("--config", str(file)) == 2
+    file.write_text("api-key = []")
+    assert start("--config", str(file)) == 2
+    monkeypatch.setenv("PDSERVE_API_KEY", value)
+    assert start() == 2
+    assert capsys.readouterr().err.count("--api-key") == 3
+    assert start("--api-key", "k") == 0  # what is not used needs no key
+    monkeypatch.delenv("PDSERVE_API_KEY")
+    assert start() == 0
+    assert ran == [UpConfig(api_key=("k",)), UpConfig()]
 
 
 def test_unknown_variable_is_named(
@@ -163,7 +188,9 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == __version__
     for words in (["--help"], ["up", "--help"], ["prefill", "--help"], ["master", "-h"]):
         assert start(*words) == 0
-    assert "--faults" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "--faults" not in shown
+    assert "--empty-api-key" not in shown
 
 
 def test_listing_flags(capsys: pytest.CaptureFixture[str]) -> None:

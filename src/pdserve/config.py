@@ -11,7 +11,7 @@ import ipaddress
 import math
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path  # noqa: TC003  (cyclopts reads the annotations)
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -142,9 +142,36 @@ def parse_faults(text: str) -> Faults:
     return Faults(**found)
 
 
-def _split_keys(values: Iterable[str]) -> tuple[str, ...]:
-    """Keys contain neither commas nor spaces, so one variable can hold several of them."""
-    return tuple(key for value in values for key in value.replace(",", " ").split())
+def _whole(_: object, value: str, *, delimiter: str | None = None) -> list[str]:
+    """A variable is one value even if it is empty: cyclopts would split it into none, as if it were not there."""
+    return [value]
+
+
+_ApiKeys = Annotated[
+    tuple[str, ...],
+    Parameter(
+        help="Keys that clients may send as bearer token; repeatable or separated by commas. None: open to all.",
+        show_default=False,
+        negative=(),
+        env_var_split=_whole,
+    ),
+]
+
+
+def _split_keys(given: _ApiKeys) -> tuple[str, ...]:  # attrs takes the annotation of the field from here
+    """Keys contain neither commas nor spaces, so one variable can hold several of them.
+
+    Whoever gives a value wants a key: one that holds none, such as a variable that is not set, is not "open to all".
+    """
+    keys = tuple(key for value in given for key in value.replace(",", " ").split())
+    if given and not keys:
+        raise ConfigError("--api-key was given but holds no key: give one, or leave it out for a service open to all")
+    return keys
+
+
+def _token(_: object, attribute: Attribute[Any], value: str) -> None:
+    if value and not value.strip():
+        raise ConfigError(f"{flag(attribute.name)} is nothing but white space")
 
 
 @frozen(kw_only=True, slots=False)
@@ -159,7 +186,7 @@ class CommonConfig:
     )
     cluster_token: Annotated[
         str, Parameter(help="Shared secret of Masters and workers; proved by HMAC, never sent.", show_default=False)
-    ] = field(default="", repr=False)
+    ] = field(default="", repr=False, validator=_token)
     heartbeat_interval: Annotated[float, Parameter(help="Seconds between heartbeats on a node link.")] = field(
         default=2.0, validator=_more_than(0)
     )
@@ -208,14 +235,7 @@ class MasterConfig(AdmissionConfig):
         str, Parameter(help="Address that workers dial. Other than loopback only with --cluster-token.")
     ] = field(default="127.0.0.1", validator=_not_empty)
     link_port: Annotated[int, Parameter(help="Port that workers dial.")] = field(default=8100, validator=_port)
-    api_key: Annotated[
-        tuple[str, ...],
-        Parameter(
-            help="Keys that clients may send as bearer token; repeatable or separated by commas. None: open to all.",
-            show_default=False,
-            negative=(),
-        ),
-    ] = field(default=(), converter=_split_keys, repr=False)
+    api_key: _ApiKeys = field(default=(), converter=_split_keys, repr=False)
     reservation_ttl: Annotated[
         float, Parameter(help="Seconds that Decode keeps slots granted for n > 1 that the Master does not claim.")
     ] = field(default=5.0, validator=_more_than(0))

@@ -100,6 +100,9 @@ def load_file(path: Path, role: str) -> dict[str, dict[str, Any]]:
                 raise ConfigError(f"--config {path}: unknown key {key!r} in [{name}]")
             if name == role:
                 values[_key(key)] = value
+    for key, value in values.items():
+        if value == []:  # would count as not given
+            raise ConfigError(f"--config {path}: the list of {flag(key)} is empty")
     return {role: values}
 
 
