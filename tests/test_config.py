@@ -3,6 +3,8 @@ from __future__ import annotations
 import math
 import os
 import socket
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -124,7 +126,21 @@ def test_ucx_stays_on_loopback_only_while_all_masters_are_local() -> None:
 
 def test_node_name() -> None:
     assert DecodeConfig(node_id="d0").node_name("decode") == "d0"
-    assert DecodeConfig().node_name("decode") == f"decode-{socket.gethostname()}-{os.getpid()}"
+    name = DecodeConfig().node_name("decode")
+    assert name.startswith(f"decode-{socket.gethostname()}-{os.getpid()}-")
+    assert DecodeConfig().node_name("decode") == name
+
+
+def test_nodes_with_the_same_host_and_pid_have_different_names() -> None:
+    program = (
+        "import os, socket; os.getpid = lambda: 1; socket.gethostname = lambda: 'host'\n"
+        "from pdserve.config import *; from pdserve.up import plan\n"
+        "print(PrefillConfig().node_name('prefill'), *(one.config.node_id for one in plan(UpConfig(), 1)[:2]))"
+    )
+    one, other = (subprocess.check_output([sys.executable, "-c", program], text=True).split() for _ in range(2))
+    assert len({*one, *other}) == 6
+    assert one[0].startswith("prefill-host-1-")
+    assert [name.split("-")[-2:] for name in one[1:]] == [["decode", "0"], ["prefill", "1"]]
 
 
 def test_model_of_up() -> None:

@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path  # noqa: TC003  (cyclopts reads the annotations)
+from secrets import token_hex
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -23,6 +24,9 @@ from pdserve.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 SIM_MODEL = "sim-bytes"
+
+_RANDOM = token_hex(4)
+"""Of this process, for as long as it lives."""
 
 Validator = Callable[[Any, "Attribute[Any]", Any], None]
 
@@ -87,6 +91,11 @@ def _faults(_: object, __: Attribute[Any], value: str) -> None:
 def split_urls(masters: str) -> tuple[str, ...]:
     """The comma-separated list as a tuple, each URL once, in order."""
     return tuple(dict.fromkeys(url.strip() for url in masters.split(",") if url.strip()))
+
+
+def process_name() -> str:
+    """A name that no other process has: containers on the host's network share its name, and all have process id 1."""
+    return f"{socket.gethostname()}-{os.getpid()}-{_RANDOM}"
 
 
 def is_loopback(host: str) -> bool:
@@ -293,7 +302,7 @@ class WorkerConfig(CommonConfig):
     resolve_interval: Annotated[float, Parameter(help="Seconds between lookups of the names in --masters.")] = field(
         default=30.0, validator=_more_than(0)
     )
-    node_id: Annotated[str, Parameter(help="Name of this node; empty: ROLE-HOSTNAME-PID.")] = ""
+    node_id: Annotated[str, Parameter(help="Name of this node; empty: ROLE-HOSTNAME-PID-RANDOM.")] = ""
     engine: Annotated[
         Literal["torch", "sim"], Parameter(help="`torch` runs the model; `sim` only takes the time of one.")
     ] = "torch"
@@ -363,7 +372,7 @@ class WorkerConfig(CommonConfig):
 
     def node_name(self, role: str) -> str:
         """The configured node id, or one that no other process on this network has."""
-        return self.node_id or f"{role}-{socket.gethostname()}-{os.getpid()}"
+        return self.node_id or f"{role}-{process_name()}"
 
 
 @frozen(kw_only=True, slots=False)

@@ -24,7 +24,16 @@ import attrs
 import trio
 
 from pdserve import flags
-from pdserve.config import CommonConfig, DecodeConfig, MasterConfig, PrefillConfig, UpConfig, WorkerConfig, flag
+from pdserve.config import (
+    CommonConfig,
+    DecodeConfig,
+    MasterConfig,
+    PrefillConfig,
+    UpConfig,
+    WorkerConfig,
+    flag,
+    process_name,
+)
 from pdserve.errors import ConfigError, FatalError, PdserveError
 from pdserve.nurseries.supervisor import ChildEvent, ChildSpec, Intensity, one_for_one
 from pdserve.process import ChildProcess, describe_exit
@@ -89,7 +98,7 @@ def plan(config: UpConfig, cores: int) -> list[Child]:
                 model=config.model_name,
                 masters=",".join(filter(None, (own, config.masters))),
                 # One name through all restarts, so that a new life replaces the old one at the Master.
-                node_id=f"{config.node_id or f'{socket.gethostname()}-{os.getpid()}'}-{role}-{number}",
+                node_id=f"{config.node_id or process_name()}-{role}-{number}",
                 threads=config.threads or share,
                 status_port=config.status_port + number if config.status_port else 0,
             )
