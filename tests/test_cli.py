@@ -32,6 +32,9 @@ def same_logging_afterwards() -> Any:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            handler.close()
     root.handlers[:] = handlers
     root.setLevel(level)
     logging.captureWarnings(False)
@@ -45,10 +48,16 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[CommonConfig]:
     return configs
 
 
+def flush() -> None:
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
 def start(*words: str) -> int:
     with pytest.raises(SystemExit) as caught:
         cli.main(list(words))
     assert isinstance(caught.value.code, int)
+    flush()
     return caught.value.code
 
 
@@ -311,4 +320,5 @@ def test_levels(capsys: pytest.CaptureFixture[str]) -> None:
     logs.setup_logging("master", level="warning", format="json")
     logging.getLogger("pdserve.x").info("silent")
     logging.getLogger("pdserve.x").warning("loud")
+    flush()
     assert [json.loads(line)["message"] for line in capsys.readouterr().err.splitlines()] == ["loud"]

@@ -22,7 +22,7 @@ from pdserve import __version__, control, doctor
 from pdserve.config import CommonConfig, DecodeConfig, MasterConfig, PrefillConfig, UpConfig, WorkerConfig
 from pdserve.errors import ConfigError, FatalError, MissingDependencyError
 from pdserve.flags import ROLES, flags_of, load_file, markdown_table, variables
-from pdserve.logs import setup_logging
+from pdserve.logs import say, setup_logging
 from pdserve.nurseries.groups import leaves
 from pdserve.nurseries.supervisor import IntensityExceeded
 from pdserve.up import ChildRefusedError, run_up
@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
         code, message = exit_code(error)
         if message:
-            print(f"pdserve: {message}", file=sys.stderr, flush=True)
+            say(log, message)
         else:
             log.critical("stopped by an unexpected error", exc_info=error)
         sys.exit(code)
