@@ -21,8 +21,9 @@ from pdserve.config import DecodeConfig, MasterConfig, PrefillConfig, UpConfig
 from pdserve.errors import ConfigError
 from pdserve.nurseries.groups import leaves
 from pdserve.nurseries.supervisor import IntensityExceeded
+from pdserve.ports import hold_ports, with_usable_ports
 from pdserve.process import ChildProcess, describe_exit
-from pdserve.up import ChildRefusedError, plan, ready_line, run_up, url_host, with_usable_ports
+from pdserve.up import ChildRefusedError, plan, ready_line, run_up, url_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +60,8 @@ if behaviour().startswith("exit"):
 class Page(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         nodes = [line.split()[0] for line in open(f"{folder}/events")]
-        nodes = [{"node_id": node} for node in set(nodes) - {"master"}]
+        whose = "other" if os.path.exists(f"{folder}/other") else "up"
+        nodes = [{"node": f"{whose}-{node}"} for node in set(nodes) - {"master"}]
         body = json.dumps({"ready": True, "nodes": nodes, "model": "served"}).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
@@ -243,6 +245,33 @@ async def test_taken_port_is_named_before_anything_starts(up: Up) -> None:
     with pytest.raises(ConfigError, match="--port"):
         with_usable_ports(UpConfig(host="no.such.host.invalid"))
     assert up.events() == []
+
+
+@pytest.mark.trio
+async def test_another_up_that_starts_on_the_same_ports_is_refused_before_anything_starts(up: Up) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        port, link_port = one.getsockname()[1], two.getsockname()[1]
+    for taken, name in (UpConfig(port=port), "--port"), (UpConfig(port=0, link_port=link_port), "--link-port"):
+        with hold_ports(taken), pytest.raises(ConfigError, match=f"{name} .*: another pdserve"):
+            await run_up(UpConfig(port=port, link_port=link_port), up.command)
+    with hold_ports(UpConfig(port=port, link_port=link_port)):
+        pass
+    assert up.events() == []
+
+
+@pytest.mark.trio
+async def test_the_nodes_of_others_do_not_make_it_ready(up: Up, capfd: pytest.CaptureFixture[str]) -> None:
+    (up.folder / "other").touch()
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run_up, config(), up.command)
+            await up.until(started(3))
+            await trio.sleep(1)
+            assert capfd.readouterr().out == ""
+            (up.folder / "other").unlink()
+            while not capfd.readouterr().out:
+                await trio.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_ports_must_differ() -> None:

@@ -14,7 +14,6 @@ import math
 import os
 import shlex
 import signal
-import socket
 import ssl
 import sys
 from contextlib import suppress
@@ -31,11 +30,11 @@ from pdserve.config import (
     PrefillConfig,
     UpConfig,
     WorkerConfig,
-    flag,
     process_name,
 )
-from pdserve.errors import ConfigError, FatalError, PdserveError
+from pdserve.errors import FatalError, PdserveError
 from pdserve.nurseries.supervisor import ChildEvent, ChildSpec, Intensity, one_for_one
+from pdserve.ports import hold_ports, with_usable_ports
 from pdserve.process import ChildProcess, describe_exit
 
 if TYPE_CHECKING:
@@ -120,28 +119,6 @@ def url_host(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
-def with_usable_ports(config: UpConfig) -> UpConfig:
-    """Take a free port for each that is 0. Raises `ConfigError` naming a port that is taken, before anything starts."""
-    chosen = {}
-    for host_field, port_field in (("host", "port"), ("link_host", "link_port")):
-        host, port = getattr(config, host_field).strip("[]"), getattr(config, port_field)
-        name = f"{flag(port_field)} {port}"
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-                chosen[port_field] = probe.getsockname()[1]
-        except OSError as error:
-            raise ConfigError(
-                f"{name}: cannot listen on {host}: {error.strerror}. Is another pdserve running? "
-                f"Choose another port with {flag(port_field)}"
-            ) from error
-    if chosen["port"] == chosen["link_port"]:
-        raise ConfigError(f"--port and --link-port must differ, both are {chosen['port']}")
-    return attrs.evolve(config, **chosen)
-
-
 class _Tree:
     """The running children of one `up`."""
 
@@ -219,6 +196,11 @@ async def run_up(config: UpConfig, command: Sequence[str] = (sys.executable, "-m
     often, with the last failure as its cause.
     """
     config = with_usable_ports(config)
+    with hold_ports(config):
+        await _run_tree(config, command)
+
+
+async def _run_tree(config: UpConfig, command: Sequence[str]) -> None:
     tree = _Tree(config, command)
     children = plan(config, len(os.sched_getaffinity(0)))
     stop = trio.Event()
@@ -241,7 +223,7 @@ async def run_up(config: UpConfig, command: Sequence[str] = (sys.executable, "-m
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(obey, signals, name="up.signals")
-            nursery.start_soon(_announce, config, stop, name="up.ready")
+            nursery.start_soon(_announce, config, _node_ids(children), stop, name="up.ready")
             await one_for_one(
                 [tree.spec(child) for child in children],
                 intensity=Intensity(config.restart_intensity, config.restart_window),
@@ -266,20 +248,24 @@ def _log_event(event: ChildEvent) -> None:
             log.debug("%s %s", event.child, event.kind)
 
 
-async def _announce(config: UpConfig, stop: trio.Event) -> None:
-    """Print the one ready line once the Master serves and all workers are registered with it."""
-    wanted = config.prefill + config.decode
+def _node_ids(children: Sequence[Child]) -> frozenset[str]:
+    return frozenset(child.config.node_id for child in children if isinstance(child.config, WorkerConfig))
+
+
+async def _announce(config: UpConfig, wanted: frozenset[str], stop: trio.Event) -> None:
+    """Print the one ready line once the Master serves and all workers, by their ids, are registered with it."""
     said: list[str] = []
     while not stop.is_set():
         with suppress(OSError, ValueError, http.client.HTTPException):
             status, document = await trio.to_thread.run_sync(probe, config, abandon_on_cancel=True)
-            nodes = len(document.get("nodes", ()))
-            if status == 200 and nodes >= wanted:
+            there = wanted & {str(node.get("node")) for node in document.get("nodes", ())}
+            if status == 200 and there == wanted:
                 print(ready_line(config, str(document.get("model", config.model_name))), flush=True)
                 return
             reasons = [str(reason) for reason in document.get("reasons", ())]
             if reasons != said:
-                log.info("not ready yet, %d of %d workers: %s", nodes, wanted, "; ".join(reasons) or "waiting for more")
+                why = "; ".join(reasons) or "waiting for more"
+                log.info("not ready yet, %d of %d workers: %s", len(there), len(wanted), why)
                 said = reasons
         await trio.sleep(_POLL)
 
