@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,17 @@ def test_unknown_variable_is_named(
     monkeypatch.setenv("PDSERVE_KV_TOKEN", "1")
     assert start() == 0
     assert "PDSERVE_KV_TOKEN is not a flag" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["PDSERVE_API-KEY", "PDSERVE_api_key"])
+def test_variable_that_is_said_to_be_ignored_is_ignored(
+    ran: list[CommonConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setenv(name, "z")
+    assert start() == 0
+    assert f"{name} is not a flag of pdserve and is ignored" in capsys.readouterr().err
+    assert ran == [UpConfig()]
+    assert name not in os.environ  # the children of `up` would take it
 
 
 def test_faults_are_announced(ran: list[CommonConfig], capsys: pytest.CaptureFixture[str]) -> None:

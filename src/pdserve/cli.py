@@ -106,21 +106,27 @@ def _launch(
     words = list(tokens)
     if not words or (words[0].startswith("-") and words[0] not in ("--help", "-h", "--version")):
         words.insert(0, "up")
+    unknown = _drop_unknown_variables()
     file = load_file(config, words[0]) if config else {}
     app.config = (Env("PDSERVE_", command=False), Dict(file, source=str(config)))
-    _notices.set(_find_notices(words, file.get(words[0], {})))
+    ignored = [f"the variable {name} is not a flag of pdserve and is ignored" for name in unknown]
+    _notices.set(_find_deprecated(words, file.get(words[0], {})) + ignored)
     app(words, exit_on_error=False, print_error=False)
 
 
-def _find_notices(words: Sequence[str], file: Mapping[str, object]) -> list[str]:
-    """What to warn about once logging is set up: deprecated names and variables that mean nothing."""
+def _find_deprecated(words: Sequence[str], file: Mapping[str, object]) -> list[str]:
+    """What to say about deprecated names once logging is set up."""
     given = {word.partition("=")[0] for word in words} | {f"--{key}" for key in file}
     given |= {"--" + name.removeprefix("PDSERVE_").lower() for name in os.environ}
-    found = [f"{old} is deprecated: use {new}" for old, new in _DEPRECATED.items() if old in given]
-    if not control.under_up():
-        unknown = {name for name in os.environ if name.startswith("PDSERVE_")} - variables() - _OWN_VARIABLES
-        found += [f"the variable {name} is not a flag of pdserve and is ignored" for name in sorted(unknown)]
-    return found
+    return [f"{old} is deprecated: use {new}" for old, new in _DEPRECATED.items() if old in given]
+
+
+def _drop_unknown_variables() -> list[str]:
+    """The names of variables that look like ours and are no flag, removed: cyclopts takes API-KEY for API_KEY."""
+    unknown = sorted({name for name in os.environ if name.startswith("PDSERVE_")} - variables() - _OWN_VARIABLES)
+    for name in unknown:
+        del os.environ[name]
+    return unknown
 
 
 def _run(role: str, config: ConfigT, entry: Callable[[ConfigT], Awaitable[None]]) -> None:
