@@ -239,6 +239,26 @@ def test_missing_package_exits_3(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "pip install" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--log-format", "json", "--model", "/nowhere/model"],
+        ["--log-format=json", "--port", "-1"],
+        ["--port", "x", "--log-format", "json"],
+    ],
+)
+def test_last_line_is_json_where_logs_are(
+    ran: list[CommonConfig], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    assert start(*words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["level"] == "critical"
+    monkeypatch.setenv("PDSERVE_LOG_FORMAT", "json")
+    assert start("--port", "-1") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--port must be" in json.loads(line)["message"]
+
+
 def test_exit_codes() -> None:
     def nested(error: Exception) -> BaseExceptionGroup[Exception]:
         return ExceptionGroup("outer", [ExceptionGroup("inner", [error])])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -160,12 +161,28 @@ async def test_child_that_dies_is_restarted_alone_and_knows_it(up: Up) -> None:
 
 
 @pytest.mark.trio
-async def test_too_many_restarts_stop_everything_with_the_cause(up: Up) -> None:
+async def test_too_many_restarts_stop_everything_with_the_cause(up: Up, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "pdserve.up")
     (up.folder / "prefill-1").write_text("exit 9")
-    with trio.fail_after(20), pytest.raises(ExceptionGroup) as caught:
+    (up.folder / "decode-0").write_text("stubborn")
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(give_up, up)
+            while "giving up" not in caplog.text:
+                await trio.sleep(0.02)
+            assert any(name == "decode-0" for name, *_ in up.events())
+            assert up.alive()  # it is said before the drain
+            os.kill(next(pid for name, _, pid, _ in up.events() if name == "decode-0"), signal.SIGKILL)
+    failed = "prefill-1 exited with code 9"
+    assert [record.getMessage() for record in caplog.records] == [failed, failed, "giving up: draining the others"]
+
+
+async def give_up(up: Up) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
         await run_up(config(restart_intensity=1), up.command)
     (error,) = leaves(caught.value)
     assert isinstance(error, IntensityExceeded)
+    assert "more than 1 restarts in 60 s, last: prefill-1: prefill-1 exited with code 9" in str(error)
     assert str(error.__cause__) == "prefill-1 exited with code 9"
     assert sum(name == "prefill-1" for name, _, _, _ in up.events()) == 2
 

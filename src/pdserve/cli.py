@@ -11,8 +11,9 @@ import logging
 import os
 import sys
 from contextvars import ContextVar
+from itertools import pairwise
 from pathlib import Path  # noqa: TC003  (cyclopts reads the annotations)
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import trio
 from cyclopts import App, CycloptsError, Parameter
@@ -28,7 +29,7 @@ from pdserve.nurseries.supervisor import IntensityExceeded
 from pdserve.up import ChildRefusedError, run_up
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 log = logging.getLogger("pdserve.cli")
 
@@ -47,7 +48,6 @@ _EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
 _ADDRESS_ERRORS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
 
 _notices: ContextVar[list[str]] = ContextVar("notices")
-ConfigT = TypeVar("ConfigT", bound=CommonConfig)
 
 app = App(
     name="pdserve",
@@ -59,35 +59,39 @@ app = App(
 @app.command
 def up(config: Annotated[UpConfig, _EVERYTHING] = _UP) -> None:
     """Run a whole service on this machine: one Master, Prefill and Decode nodes, supervised."""
+    _begin("up", config)
     doctor.check(config, config.model_name)
-    _run("up", config, run_up)
+    trio.run(run_up, config)
 
 
 @app.command
 def master(config: Annotated[MasterConfig, _EVERYTHING] = _MASTER) -> None:
     """Run a Master: HTTP for clients, links for nodes."""
+    _begin("master", config)
     doctor.check(config)
     from pdserve.roles import run_master
 
-    _run("master", config, run_master)
+    trio.run(run_master, config)
 
 
 @app.command
 def prefill(config: Annotated[PrefillConfig, _EVERYTHING] = _PREFILL) -> None:
     """Run a Prefill node: computes prompts, holds their KV cache for Decode."""
+    _begin("prefill", config)
     doctor.check(config)
     from pdserve.roles import run_prefill
 
-    _run("prefill", config, run_prefill)
+    trio.run(run_prefill, config)
 
 
 @app.command
 def decode(config: Annotated[DecodeConfig, _EVERYTHING] = _DECODE) -> None:
     """Run a Decode node: admits requests, pulls their KV cache, generates."""
+    _begin("decode", config)
     doctor.check(config)
     from pdserve.roles import run_decode
 
-    _run("decode", config, run_decode)
+    trio.run(run_decode, config)
 
 
 @app.command(show=False, name="flags")
@@ -129,13 +133,13 @@ def _drop_unknown_variables() -> list[str]:
     return unknown
 
 
-def _run(role: str, config: ConfigT, entry: Callable[[ConfigT], Awaitable[None]]) -> None:
+def _begin(role: str, config: CommonConfig) -> None:
+    """Set logging up, and say what there is to say about how this was started."""
     setup_logging(role, level=config.log_level, format=config.log_format)
     for notice in _notices.get():
         log.warning("%s", notice)
     if isinstance(config, WorkerConfig) and config.faults:
         log.warning("failures are provoked on purpose: --faults %s", config.faults)
-    trio.run(entry, config)
 
 
 def exit_code(error: BaseException) -> tuple[int, str]:
@@ -152,15 +156,26 @@ def exit_code(error: BaseException) -> tuple[int, str]:
     return 70, ""
 
 
+def _wants_json(words: Sequence[str]) -> bool:
+    """Whether logs are to be JSON, for an error that comes before it could be read properly."""
+    wanted = os.environ.get("PDSERVE_LOG_FORMAT")
+    for word, following in pairwise([*words, ""]):
+        name, given, value = word.partition("=")
+        if name == "--log-format":
+            wanted = value if given else following
+    return wanted == "json"
+
+
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Entry point. Never shows a traceback for something the user did."""
+    words = list(sys.argv[1:] if argv is None else argv)
     control.tie_to_parent()
     try:
-        app.meta(list(sys.argv[1:] if argv is None else argv), exit_on_error=False, print_error=False)
+        app.meta(words, exit_on_error=False, print_error=False)
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
         code, message = exit_code(error)
         if message:
-            say(log, message)
+            say(log, message, json=_wants_json(words))
         else:
             log.critical("stopped by an unexpected error", exc_info=error)
         sys.exit(code)

@@ -161,17 +161,6 @@ class LogWriter(logging.Handler):
                 select.select((), (descriptor,), ())
 
 
-def say(logger: logging.Logger, message: str) -> None:
-    """Say what the process ends with: `pdserve: …` for people, a record where logs are JSON."""
-    writer = next((one for one in logging.getLogger().handlers if isinstance(one, LogWriter)), None)
-    if writer is None:
-        print(f"pdserve: {message}", file=sys.stderr, flush=True)
-    elif isinstance(writer.formatter, JsonFormatter):
-        logger.critical("%s", message)
-    else:
-        writer.put(f"pdserve: {message}")
-
-
 def setup_logging(
     role: str,
     *,
@@ -192,3 +181,21 @@ def setup_logging(
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
     logging.captureWarnings(True)
+
+
+def say(logger: logging.Logger, message: str, *, json: bool) -> None:
+    """Say what the process ends with: `pdserve: …` for people, a record where logs are JSON.
+
+    `json`: whether they are to be JSON, in case they have not been set up.
+    """
+    writer = next((one for one in logging.getLogger().handlers if isinstance(one, LogWriter)), None)
+    if writer is not None:
+        json = isinstance(writer.formatter, JsonFormatter)
+    elif json:
+        setup_logging("pdserve", format="json")
+    if json:
+        logger.critical("%s", message)
+    elif writer is not None:
+        writer.put(f"pdserve: {message}")
+    else:
+        print(f"pdserve: {message}", file=sys.stderr, flush=True)

@@ -60,6 +60,9 @@ _USELESS_TO_RESTART = (2, 3)
 class ChildExitedError(PdserveError):
     """A child process ended though nobody asked it to."""
 
+    def __repr__(self) -> str:  # part of the last line of `up`, for people
+        return str(self)
+
 
 class ChildRefusedError(FatalError):
     """A child cannot run with this configuration on this machine; its own message has said why."""
@@ -227,7 +230,7 @@ async def _run_tree(config: UpConfig, command: Sequence[str]) -> None:
             await one_for_one(
                 [tree.spec(child) for child in children],
                 intensity=Intensity(config.restart_intensity, config.restart_window),
-                on_event=_log_event,
+                on_event=_Log(),
                 stop=stop,
             )
             nursery.cancel_scope.cancel()
@@ -236,16 +239,32 @@ async def _run_tree(config: UpConfig, command: Sequence[str]) -> None:
     log.info("stopped")
 
 
-def _log_event(event: ChildEvent) -> None:
-    match event.kind:
-        case "failed":
-            log.error("%s", event.error)
-        case "restarting":
-            log.warning("%s restarts in %.1f s", event.child, event.delay)
-        case "overran":
-            log.error("%s did not stop in time", event.child)
-        case _:
-            log.debug("%s %s", event.child, event.kind)
+class _Log:
+    """Says what happens to the children, at the moment when it does."""
+
+    def __init__(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        self._failed: str | None = None
+
+    def __call__(self, event: ChildEvent) -> None:
+        match event.kind:
+            case "failed":
+                log.error("%s", event.error)
+                self._failed = event.child
+                # The supervisor says in the same step that it restarts a child, or does not: then all comes to its end.
+                self._token.run_sync_soon(self._conclude)
+            case "restarting":
+                self._failed = None
+                log.warning("%s restarts in %.1f s", event.child, event.delay)
+            case "overran":
+                log.error("%s did not stop in time", event.child)
+            case _:
+                log.debug("%s %s", event.child, event.kind)
+
+    def _conclude(self) -> None:
+        if self._failed is not None:
+            log.error("giving up: draining the others")
+            self._failed = None
 
 
 def _node_ids(children: Sequence[Child]) -> frozenset[str]:
