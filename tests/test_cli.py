@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,20 @@ def test_missing_package_exits_3(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr("pdserve.doctor.find_spec", lambda name: None)
     assert start("--model", DEFAULT_MODEL) == 3
     assert "pip install" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("role", "field"),
+    [("master", "port"), ("master", "link-port"), ("prefill", "status-port"), ("decode", "status-port")],
+)
+def test_a_port_that_is_taken_is_named(
+    ran: list[CommonConfig], capsys: pytest.CaptureFixture[str], role: str, field: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert start(role, f"--{field}={port}") == 2
+    assert f"--{field} {port}: cannot listen on 127.0.0.1" in capsys.readouterr().err
+    assert ran == []
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,13 @@ def test_loopback() -> None:
     assert not any(map(is_loopback, ("", "0.0.0.0", "::", "example.com", "192.168.0.1")))
 
 
+def test_addresses_have_no_brackets() -> None:
+    config = UpConfig(host="[::1]", link_host="[::1]", status_host="[::1]")
+    assert (config.host, config.link_host, config.status_host) == ("::1", "::1", "::1")
+    with pytest.raises(ConfigError, match="--host"):
+        UpConfig(host="[]")
+
+
 def test_masters() -> None:
     config = DecodeConfig(masters=" ws://a:1, wss://[::1]:2,,ws://a:1")
     assert config.master_urls == ("ws://a:1", "wss://[::1]:2")

@@ -22,7 +22,7 @@ from pdserve.config import DecodeConfig, MasterConfig, PrefillConfig, UpConfig
 from pdserve.errors import ConfigError
 from pdserve.nurseries.groups import leaves
 from pdserve.nurseries.supervisor import IntensityExceeded
-from pdserve.ports import hold_ports, with_usable_ports
+from pdserve.ports import check_ports, hold_ports, with_usable_ports
 from pdserve.process import ChildProcess, describe_exit
 from pdserve.up import ChildRefusedError, plan, ready_line, run_up, url_host
 
@@ -259,8 +259,17 @@ async def test_taken_port_is_named_before_anything_starts(up: Up) -> None:
             await run_up(UpConfig(port=port), up.command)
         with pytest.raises(ConfigError, match="--link-port"):
             with_usable_ports(UpConfig(port=0, link_port=port))
-    with pytest.raises(ConfigError, match="--port"):
-        with_usable_ports(UpConfig(host="no.such.host.invalid"))
+        with pytest.raises(ConfigError, match=f"--status-port {port}: cannot listen on 127.0.0.1"):
+            check_ports(DecodeConfig(status_port=port))
+    for field in ("host", "link_host"):
+        with pytest.raises(ConfigError) as caught:
+            check_ports(
+                MasterConfig(**{"port": 0, "link_port": 0, "cluster_token": "s", field: "no.such.host.invalid"})
+            )
+        assert str(caught.value).startswith(f"--{field.replace('_', '-')} no.such.host.invalid: ")
+        assert "port" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1: "):
+        with_usable_ports(UpConfig(host="192.0.2.1"))
     assert up.events() == []
 
 

@@ -26,6 +26,7 @@ from pdserve.flags import ROLES, flags_of, load_file, markdown_table, variables
 from pdserve.logs import say, setup_logging
 from pdserve.nurseries.groups import leaves
 from pdserve.nurseries.supervisor import IntensityExceeded
+from pdserve.ports import check_ports
 from pdserve.up import ChildRefusedError, run_up
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def master(config: Annotated[MasterConfig, _EVERYTHING] = _MASTER) -> None:
     """Run a Master: HTTP for clients, links for nodes."""
     _begin("master", config)
     doctor.check(config)
+    check_ports(config)
     from pdserve.roles import run_master
 
     trio.run(run_master, config)
@@ -79,6 +81,7 @@ def prefill(config: Annotated[PrefillConfig, _EVERYTHING] = _PREFILL) -> None:
     """Run a Prefill node: computes prompts, holds their KV cache for Decode."""
     _begin("prefill", config)
     doctor.check(config)
+    check_ports(config)
     from pdserve.roles import run_prefill
 
     trio.run(run_prefill, config)
@@ -89,6 +92,7 @@ def decode(config: Annotated[DecodeConfig, _EVERYTHING] = _DECODE) -> None:
     """Run a Decode node: admits requests, pulls their KV cache, generates."""
     _begin("decode", config)
     doctor.check(config)
+    check_ports(config)
     from pdserve.roles import run_decode
 
     trio.run(run_decode, config)

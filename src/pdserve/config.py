@@ -63,6 +63,10 @@ def _not_empty(_: object, attribute: Attribute[Any], value: str) -> None:
         raise ConfigError(f"{flag(attribute.name)} must not be empty")
 
 
+def _address(_: object, attribute: Attribute[Any], value: str) -> None:
+    _not_empty(_, attribute, value.strip("[]"))
+
+
 def _file(_: object, attribute: Attribute[Any], value: Path | None) -> None:
     if value is not None and not value.is_file():
         raise ConfigError(f"{flag(attribute.name)}: there is no file {value}")
@@ -167,6 +171,12 @@ _ApiKeys = Annotated[
 ]
 
 
+def _take_brackets_off(config: CommonConfig, *fields: str) -> None:
+    """`[::1]` as in URLs is the address ::1. No converter: it would cost the field its annotation and help."""
+    for name in fields:
+        object.__setattr__(config, name, getattr(config, name).strip("[]"))
+
+
 def _split_keys(given: _ApiKeys) -> tuple[str, ...]:  # attrs takes the annotation of the field from here
     """Keys contain neither commas nor spaces, so one variable can hold several of them.
 
@@ -237,12 +247,12 @@ class MasterConfig(AdmissionConfig):
     """The HTTP front and the coordinator of requests."""
 
     host: Annotated[str, Parameter(help="Address of the HTTP service.")] = field(
-        default="127.0.0.1", validator=_not_empty
+        default="127.0.0.1", validator=_address
     )
     port: Annotated[int, Parameter(help="Port of the HTTP service.")] = field(default=8000, validator=_port)
     link_host: Annotated[
         str, Parameter(help="Address that workers dial. Other than loopback only with --cluster-token.")
-    ] = field(default="127.0.0.1", validator=_not_empty)
+    ] = field(default="127.0.0.1", validator=_address)
     link_port: Annotated[int, Parameter(help="Port that workers dial.")] = field(default=8100, validator=_port)
     api_key: _ApiKeys = field(default=(), converter=_split_keys, repr=False)
     reservation_ttl: Annotated[
@@ -276,6 +286,7 @@ class MasterConfig(AdmissionConfig):
     )
 
     def __attrs_post_init__(self) -> None:
+        _take_brackets_off(self, "host", "link_host")
         for cert, key in (("tls_cert", "tls_key"), ("link_tls_cert", "link_tls_key")):
             if (getattr(self, cert) is None) != (getattr(self, key) is None):
                 raise ConfigError(f"{flag(cert)} and {flag(key)} belong together: give both or neither")
@@ -328,7 +339,7 @@ class WorkerConfig(CommonConfig):
         default=512, validator=_at_least(1)
     )
     status_host: Annotated[str, Parameter(help="Address of the node's own status pages.")] = field(
-        default="127.0.0.1", validator=_not_empty
+        default="127.0.0.1", validator=_address
     )
     status_port: Annotated[int, Parameter(help="Port of the status pages; 0: any free one, which is logged.")] = field(
         default=0, validator=_port
@@ -356,6 +367,7 @@ class WorkerConfig(CommonConfig):
     )
 
     def __attrs_post_init__(self) -> None:
+        _take_brackets_off(self, "status_host")
         if self.kv_tokens < self.page_size:
             raise ConfigError(f"--kv-tokens {self.kv_tokens} is less than one page (--page-size {self.page_size})")
 
