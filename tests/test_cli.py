@@ -8,6 +8,8 @@ import logging
 import os
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +215,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "--faults" not in shown
     assert "--empty-api-key" not in shown
+    assert "Address of the HTTP service" in shown
 
 
 def test_listing_flags(capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,6 +275,21 @@ def test_last_line_is_json_where_logs_are(
     assert start("--port", "-1") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--port must be" in json.loads(line)["message"]
+
+
+@pytest.mark.parametrize("module", ["pdserve.cli", "cyclopts", "pdserve.up"])
+def test_interrupt_during_the_imports_is_quiet(module: str) -> None:
+    program = (
+        "import os, runpy, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.argv[1:] = ['flags']\n"
+        "runpy.run_module('pdserve', run_name='__main__')\n"
+    )
+    it = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert (it.returncode, it.stdout, it.stderr) == (130, "", "")
 
 
 def test_exit_codes() -> None:
