@@ -27,7 +27,7 @@ from pdserve.process import ChildProcess, describe_exit
 from pdserve.up import ChildRefusedError, plan, ready_line, run_up, url_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ROLE = """
 import http.server, json, os, signal, sys, threading, time
@@ -145,8 +145,16 @@ async def test_ready_line_once_then_drain_front_to_back(up: Up, capfd: pytest.Ca
     assert left == ["master", "prefill-2", "prefill-1", "decode-0"]
 
 
+@pytest.fixture
+def terminal() -> Iterator[None]:
+    """SIGHUP means something here, even where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.trio
-async def test_child_that_dies_is_restarted_alone_and_knows_it(up: Up) -> None:
+async def test_child_that_dies_is_restarted_alone_and_knows_it(up: Up, terminal: None) -> None:
     with trio.fail_after(20):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run_up, config(), up.command)
@@ -154,7 +162,8 @@ async def test_child_that_dies_is_restarted_alone_and_knows_it(up: Up) -> None:
             victim = next(pid for name, _, pid, _ in up.events() if name == "decode-0")
             os.kill(victim, signal.SIGKILL)
             await up.until(started(4))
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGHUP)  # the terminal goes
+    assert [what for _, what, _, _ in up.events()].count("left") == 3
     lives = [(name, life) for name, what, _, life in up.events() if what == "started"]
     assert lives[-1] == ("decode-0", 1)
     assert sorted(lives[:3]) == [("decode-0", 0), ("master", 0), ("prefill-1", 0)]
@@ -377,7 +386,7 @@ async def test_process_that_cannot_start_leaks_nothing() -> None:
 
 
 @pytest.mark.trio
-async def test_child_ignores_interrupts_and_leaves_with_the_pipe() -> None:
+async def test_child_ignores_the_terminal_and_leaves_with_the_pipe() -> None:
     program = (
         "import os, signal, trio\n"
         "from pdserve.control import restarts, tie_to_parent, under_up, watch_control\n"
@@ -386,6 +395,7 @@ async def test_child_ignores_interrupts_and_leaves_with_the_pipe() -> None:
         "async def main():\n"
         "    async with trio.open_nursery() as nursery:\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        os.kill(os.getpid(), signal.SIGHUP)\n"
         "        await watch_control(lambda: os._exit(42))\n"
         "trio.run(main)\n"
     )

@@ -42,14 +42,15 @@ def restarts() -> int:
 
 
 def tie_to_parent() -> None:
-    """For a child of `up`, before anything else: ignore Ctrl-C, which is meant for `up`, and die with the parent.
+    """For a child of `up`, before anything else: die with the parent, and ignore what a terminal sends to `up`.
 
     The kernel sends the signal when the *thread* that started this process ends, so `up` starts children from its main
     thread only. Does nothing without `up`.
     """
     if not under_up():
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     parent = os.environ.get(UP_PID)
     if parent and sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

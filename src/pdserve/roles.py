@@ -117,11 +117,8 @@ def _nixl_agent(name: str, config: WorkerConfig) -> TransferAgent:
 
 def _watch(nursery: trio.Nursery, drain: Drain) -> None:
     """Signals and the end of the control pipe start the drain; a second signal exits at once."""
-    signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-    if control.under_up():
-        # Ctrl-C and the end of the terminal are meant for `up` alone, which then drains its children front to back.
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        signals = [signal.SIGTERM]
+    # Under `up`, Ctrl-C and the end of the terminal are meant for `up` alone, which drains its children front to back.
+    signals = (signal.SIGTERM,) if control.under_up() else None
     nursery.start_soon(partial(drain.on_signals, signals=signals), name="signals")
 
     def leave() -> None:

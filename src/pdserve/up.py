@@ -33,6 +33,7 @@ from pdserve.config import (
     process_name,
 )
 from pdserve.errors import FatalError, PdserveError
+from pdserve.nurseries.drain import STOPPING, hangup
 from pdserve.nurseries.supervisor import ChildEvent, ChildSpec, Intensity, one_for_one
 from pdserve.ports import hold_ports, with_usable_ports
 from pdserve.process import ChildProcess, describe_exit
@@ -193,10 +194,10 @@ class _Tree:
 
 
 async def run_up(config: UpConfig, command: Sequence[str] = (sys.executable, "-m", "pdserve")) -> None:
-    """Run the service until the first SIGINT or SIGTERM, drain it, and return. `command` starts a role.
+    """Run the service until the first SIGINT, SIGTERM or SIGHUP, drain it, and return. `command` starts a role.
 
-    A second signal kills all children and raises `KeyboardInterrupt`. Raises `IntensityExceeded` when children fail too
-    often, with the last failure as its cause.
+    A second SIGINT or SIGTERM kills all children and raises `KeyboardInterrupt`. Raises `IntensityExceeded` when
+    children fail too often, with the last failure as its cause.
     """
     config = with_usable_ports(config)
     with hold_ports(config):
@@ -218,12 +219,12 @@ async def _run_tree(config: UpConfig, command: Sequence[str]) -> None:
                 log.info("%s: draining, again to stop at once", name)
                 first = trio.current_time()
                 stop.set()
-            elif trio.current_time() - first > _SAME_SIGNAL:
+            elif number != signal.SIGHUP and trio.current_time() - first > _SAME_SIGNAL:
                 log.warning("%s again: killing all children", name)
                 interrupted = True
                 tree.kill()
 
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+    with trio.open_signal_receiver(*STOPPING, *hangup()) as signals:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(obey, signals, name="up.signals")
             nursery.start_soon(_announce, config, _node_ids(children), stop, name="up.ready")

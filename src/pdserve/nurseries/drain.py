@@ -12,6 +12,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+"""Ask a process to drain; a second one, to end at once."""
+
+
+def hangup() -> tuple[signal.Signals, ...]:
+    """SIGHUP, the end of the terminal, unless it is ignored here: under nohup it stays so."""
+    return () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+
+
 def _exit_now() -> None:
     os._exit(130)
 
@@ -39,17 +48,17 @@ class Drain:
         self,
         *,
         second: Callable[[], None] = _exit_now,
-        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
+        signals: Sequence[signal.Signals] | None = None,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> NoReturn:
         """The first signal starts the drain, each later one calls `second` (exits at once with status 130).
 
-        A drain that began for another reason does not count as the first signal. SIGHUP never calls `second`: when a
-        terminal goes, kernel and shell both send it; where it is ignored (nohup), it stays ignored. Never returns; main
-        thread only.
+        `signals`: those that stop a process, and SIGHUP, unless said otherwise. SIGHUP never calls `second`: when a
+        terminal goes, kernel and shell both send it. A drain that began for another reason does not count as the first
+        signal. Never returns; main thread only.
         """
-        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
-        with trio.open_signal_receiver(*(number for number in signals if number not in ignored)) as received:
+        wanted = (*STOPPING, *hangup()) if signals is None else signals
+        with trio.open_signal_receiver(*wanted) as received:
             task_status.started()
             first = True
             async for number in received:
