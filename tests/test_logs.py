@@ -28,8 +28,8 @@ def same_logging_afterwards() -> Iterator[None]:
     handlers, levels = root.handlers[:], (root.level, own.level)
     yield
     for handler in root.handlers:
-        if handler not in handlers:
-            handler.close()
+        if isinstance(handler, logs.LogWriter) and handler not in handlers:
+            handler.end()
     root.handlers[:] = handlers
     root.setLevel(levels[0])
     own.setLevel(levels[1])
@@ -131,3 +131,16 @@ def test_the_last_lines_of_an_error_exit_are_written(form: str, last: str) -> No
     assert len(lines) == 3001
     assert "record 2999" in lines[-2]
     assert lines[-1].endswith(last)
+
+
+def test_a_library_that_configures_logging_when_it_is_imported_takes_no_line_away() -> None:
+    program = (
+        "import logging, logging.config\n"
+        "from pdserve.logs import setup_logging\n"
+        "setup_logging('test')\n"
+        "logging.getLogger('pdserve').info('before')\n"
+        "logging.config.dictConfig({'version': 1, 'disable_existing_loggers': False})\n"
+        "logging.getLogger('pdserve').info('after')\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30)
+    assert [line.rpartition(" ")[2] for line in found.stderr.splitlines()] == ["before", "after"]

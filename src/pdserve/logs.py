@@ -6,6 +6,7 @@ lines of several processes do not mix. A thread writes them, so that a stderr th
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -81,7 +82,10 @@ class LogWriter(logging.Handler):
     """Formats a record where it is made and has a thread of its own write it: who logs never waits for a reader.
 
     At most `_QUEUED` lines wait. When there are more, records are dropped until all that wait are written, and then a
-    line says how many. At exit `logging` itself calls `flush` and `close`.
+    line says how many.
+
+    Closing a handler changes nothing: libraries that configure logging when they are imported, as NIXL does, close all
+    handlers there are, and make `logging` forget to flush them at exit. So that is done here.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -90,8 +94,9 @@ class LogWriter(logging.Handler):
         self._lines: deque[str] = deque()
         self._dropped = 0
         self._writing = False
-        self._closed = False
+        self._ended = False
         self._changed = threading.Condition()
+        atexit.register(self.flush)
         threading.Thread(target=self._write_all, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -116,12 +121,13 @@ class LogWriter(logging.Handler):
         with self._changed:
             self._changed.wait_for(lambda: not (self._lines or self._dropped or self._writing), _FLUSH)
 
-    def close(self) -> None:
-        """The thread ends when it has written what there is. Idempotent."""
+    def end(self) -> None:
+        """For one that is replaced: the thread ends when it has written what there is."""
+        self.flush()
+        atexit.unregister(self.flush)
         with self._changed:
-            self._closed = True
+            self._ended = True
             self._changed.notify_all()
-        super().close()
 
     def _write_all(self) -> None:
         while (line := self._next()) is not None:
@@ -133,7 +139,7 @@ class LogWriter(logging.Handler):
         with self._changed:
             self._writing = False
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._lines or self._dropped or self._closed)
+            self._changed.wait_for(lambda: self._lines or self._dropped or self._ended)
             if self._lines:
                 line = self._lines.popleft()
             elif self._dropped:
@@ -173,8 +179,8 @@ def setup_logging(
     handler.setFormatter(JsonFormatter(role) if format == "json" else TextFormatter(role))
     root = logging.getLogger()
     for former in root.handlers:
-        former.flush()
-        former.close()
+        if isinstance(former, LogWriter):
+            former.end()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("pdserve").setLevel(level.upper())
