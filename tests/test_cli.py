@@ -281,6 +281,7 @@ def test_last_line_is_json_where_logs_are(
 def test_interrupt_during_the_imports_is_quiet(module: str) -> None:
     program = (
         "import os, runpy, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job of a shell ignores it
         "class Finder:\n"
         "    def find_spec(self, name, *_):\n"
         f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
