@@ -183,7 +183,9 @@ async def test_too_many_restarts_stop_everything_with_the_cause(up: Up, caplog: 
             assert up.alive()  # it is said before the drain
             os.kill(next(pid for name, _, pid, _ in up.events() if name == "decode-0"), signal.SIGKILL)
     failed = "prefill-1 exited with code 9"
-    assert [record.getMessage() for record in caplog.records] == [failed, failed, "giving up: draining the others"]
+    said = [record.getMessage() for record in caplog.records]
+    assert said[:3] == [failed, failed, "giving up: draining the others"]
+    assert said[3:] in ([], ["decode-0 was killed by SIGKILL"])  # it may die before its own drain has begun
 
 
 async def give_up(up: Up) -> None:

@@ -246,6 +246,7 @@ class _Log:
     def __init__(self) -> None:
         self._token = trio.lowlevel.current_trio_token()
         self._failed: str | None = None
+        self._gave_up = False
 
     def __call__(self, event: ChildEvent) -> None:
         match event.kind:
@@ -263,9 +264,10 @@ class _Log:
                 log.debug("%s %s", event.child, event.kind)
 
     def _conclude(self) -> None:
-        if self._failed is not None:
+        if self._failed is not None and not self._gave_up:
             log.error("giving up: draining the others")
-            self._failed = None
+            self._gave_up = True
+        self._failed = None
 
 
 def _node_ids(children: Sequence[Child]) -> frozenset[str]:
