@@ -20,10 +20,8 @@ MEMORY_GROWTH = 0.04
 """What level means: the most by which the resident memory of a process may grow from the middle of its life to the end.
 In its first rounds it still grows: a Master needs some thousand requests and link losses to have seen everything.
 """
-_LEAST_SAMPLES = 8
-"""Of a life whose memory is judged: in a shorter one the middle is still in that time. In ten rounds one process of
-each role lives that long at least (`storm.plan`).
-"""
+_LEAST_SAMPLES = 4
+"""Of a life whose memory is judged."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SETTLE = 5
 """Looks, 0.2 s apart, of which the least counts: connections that were just closed are still being cleared away."""
