@@ -125,7 +125,7 @@ class MasterLink:
     ) -> None:
         self.url = url
         self.state = "connecting"
-        """For status pages: `connecting`, `registered`, `the same Master as …`, or why the last attempt ended."""
+        """For status pages: `connecting`, `registered`, `closing`, `the same Master as …`, or why the last one ended."""
         self.redundant = False
         """Another link serves this Master."""
         self._hello = hello
@@ -137,14 +137,15 @@ class MasterLink:
         self._stand_by = stand_by
         self._dial = dial
         self._requests: LinkRequests | None = None
+        self._failures = 0  # since the last registration
 
     @property
     def registered(self) -> bool:
-        return self.state == "registered"
+        """Whether this link serves; over as soon as it fails, not when a dead socket has been closed."""
+        return self._requests is not None
 
     async def run(self) -> NoReturn:
         """Serve the Master for as long as this task lives. Only a FatalError or a cancellation gets out."""
-        failures = 0
         while True:
             try:
                 other = await self._once()
@@ -154,15 +155,15 @@ class MasterLink:
                 for cause in causes:
                     if isinstance(cause, FatalError):
                         raise cause from error
-                failures = 1 if self.registered else failures + 1
+                self._failures += 1
                 self.redundant = False
                 if isinstance(causes[0], ConnectionLost) and causes[0].code == REPLACED:
-                    failures = _REPLACED  # whoever else has this id would be replaced in turn, and so on
+                    self._failures = _REPLACED  # whoever else has this id would be replaced in turn, and so on
                 self._note(causes[0], error)
             else:
-                failures = 0
+                self._failures = 0
                 await self._wait_for(other)
-            delay = min(_BACKOFF_FIRST * 2 ** min(failures, 10), _BACKOFF_MOST)
+            delay = min(_BACKOFF_FIRST * 2 ** min(self._failures, 10), _BACKOFF_MOST)
             await trio.sleep(delay * random.uniform(0.5, 1.0))  # jitter, not cryptography
 
     async def _wait_for(self, other: Claim) -> None:
@@ -250,20 +251,30 @@ class MasterLink:
                 heartbeat=Heartbeat(ping_interval, HEARTBEATS_MISSED * self._interval),
                 send_ping=lambda: outbox.control(self._role.stats()),
             ) as connection:
-                self._requests = LinkRequests(connection, outbox)
-                self.state = "registered"
-                self.redundant = False
-                log.info("registered with Master %s", self.url)
-                outbox.control(self._role.stats())
-                await trio.sleep_forever()
+                with self._registration(LinkRequests(connection, outbox)):
+                    outbox.control(self._role.stats())
+                    await trio.sleep_forever()
         finally:
-            self._requests = None
             self._owner.link_lost(self)
 
+    @contextmanager
+    def _registration(self, requests: LinkRequests) -> Iterator[None]:
+        self._requests = requests
+        self._failures = 0
+        self.state = "registered"
+        self.redundant = False
+        log.info("registered with Master %s", self.url)
+        try:
+            yield
+        finally:
+            self._requests = None
+            self.state = "closing"
+
     def _on_message(self, message: bytes | str) -> None:
-        frame = decode_from_master(message)
         requests = self._requests
-        assert requests is not None, "the reader ran before the body of its scope"
+        if requests is None:
+            return  # it was read while the link failed
+        frame = decode_from_master(message)
         match frame:
             case Ping():
                 pass
