@@ -125,7 +125,7 @@ class MasterLink:
     ) -> None:
         self.url = url
         self.state = "connecting"
-        """For status pages: `connecting`, `registered`, `closing`, `the same Master as …`, or why the last one ended."""
+        """For status pages: `connecting`, `registered`, `closing`, `the same Master as …`, or why it ended."""
         self.redundant = False
         """Another link serves this Master."""
         self._hello = hello
