@@ -37,13 +37,17 @@ class Node:
             self.scheduler.add(seq)
         return seq
 
-    def step(self):
+    def step_all(self):
         plan = self.scheduler.plan()
         if plan is None:
             return None
         outputs = self.scheduler.apply(self.engine.step(plan))
         self.scheduler.check_integrity()
         return outputs
+
+    def step(self):
+        outputs = self.step_all()
+        return None if outputs is None else [output for _, output in outputs]
 
     def run(self):
         outputs = []
@@ -421,7 +425,7 @@ def test_callbacks_may_use_the_scheduler():
     plan = node.scheduler.plan()
     assert len(plan.work) == 2
     node.scheduler.retire(first)
-    assert [o.seq for o in node.scheduler.apply(node.engine.step(plan))] == [second]
+    assert [seq for seq, _ in node.scheduler.apply(node.engine.step(plan))] == [second]
     assert called == ["first", "second"]
     node.run()
     assert added[0].state is State.FINISHED
@@ -486,6 +490,12 @@ def test_random_runs_end_as_expected_or_retired_and_leave_nothing(data, pages, p
                 assert [o.index for o in outputs[seq]] == list(range(len(got)))
                 assert (seq.state is State.FINISHED) == (len(got) == len(want))
 
+    def take(pairs):
+        for seq, output in pairs:
+            assert seq in live, "output after the end"
+            outputs[seq].append(output)
+            check(seq)
+
     def maybe_retire():
         if live and data.draw(st.integers(0, 3)) == 0:
             retire(data.draw(st.sampled_from(live)), keep=data.draw(st.booleans()))
@@ -515,10 +525,7 @@ def test_random_runs_end_as_expected_or_retired_and_leave_nothing(data, pages, p
             result = node.engine.step(plan)
             maybe_retire()
             node.scheduler.check_integrity()
-            for output in node.scheduler.apply(result):
-                assert output.seq in live, "output after the end"
-                outputs[output.seq].append(output)
-                check(output.seq)
+            take(node.scheduler.apply(result))
         node.scheduler.check_integrity()
         if holds and data.draw(st.booleans()):
             hold = holds.pop()
@@ -530,9 +537,7 @@ def test_random_runs_end_as_expected_or_retired_and_leave_nothing(data, pages, p
     for hold in holds:
         node.cache.release(hold.pages)
     while live:
-        for output in node.step() or ():
-            outputs[output.seq].append(output)
-            check(output.seq)
+        take(node.step_all() or ())
         done = [seq for seq in live if seq.state is State.FINISHED]
         assert done or node.scheduler.running, "nothing can go on"
         for seq in done:

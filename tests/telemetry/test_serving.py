@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import ssl
 from contextlib import asynccontextmanager
 
@@ -13,7 +14,7 @@ import trustme
 
 from pdserve.errors import ConfigError
 from pdserve.telemetry.listener import open_listener
-from pdserve.telemetry.serving import serve_asgi
+from pdserve.telemetry.serving import _Server, serve_asgi
 
 pytestmark = pytest.mark.trio
 
@@ -207,6 +208,22 @@ async def test_headers_are_bounded():
         async with await dial(url) as stream:
             await stream.send_all(b"GET / HTTP/1.1\r\nX: " + b"y" * 5000)
             assert b" 431 " in await rest(stream)
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b""])
+async def test_a_connection_that_is_over_is_gone_without_the_collector(said):
+    async with serving() as (_, url, _):
+        gc.collect()
+        gc.disable()
+        try:
+            async with await dial(url) as stream:
+                await stream.send_all(said)
+                await stream.send_eof()
+                await rest(stream)
+            await trio.sleep(0.1)
+            assert not [one for one in gc.get_objects() if isinstance(one, _Server)]
+        finally:
+            gc.enable()
 
 
 async def test_a_client_that_is_slow_with_its_headers_is_cut():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from functools import partial
 
 import pytest
@@ -67,6 +69,27 @@ async def test_steps_take_their_simulated_time_and_outputs_reach_their_owners(au
         assert steps == [1] * 5  # an idle loop takes no steps
         assert loop.scheduler.idle
         nursery.cancel_scope.cancel()
+
+
+async def test_a_sequence_whose_outputs_nobody_took_is_gone_without_the_collector(autojump_clock):
+    loop = make_loop()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(loop.run)
+        gc.collect()
+        gc.disable()
+        try:
+            seq = sequence()
+            outputs = loop.submit(seq)
+            await trio.sleep(1)
+            assert outputs.statistics().current_buffer_used == 5
+            loop.scheduler.retire(seq)
+            left = weakref.ref(seq)
+            del seq, outputs
+            await collect(loop, sequence())  # the loop is with another one
+            assert left() is None
+        finally:
+            gc.enable()
+            nursery.cancel_scope.cancel()
 
 
 async def test_a_step_that_fails_is_fatal(autojump_clock):

@@ -69,7 +69,8 @@ class Sequence:
 
 @attrs.frozen
 class SequenceOutput:
-    seq: Sequence
+    """A token of a sequence, which it does not refer to: one that nobody takes any more would keep it in a ring."""
+
     index: int
     """Output position of the token."""
     choice: int
@@ -165,7 +166,7 @@ class Scheduler:
         copies = tuple(seq.copy for seq, _ in items if seq.copy is not None)
         return StepPlan(tuple(self._work(seq, n) for seq, n in items), copies)
 
-    def apply(self, result: StepResult) -> list[SequenceOutput]:
+    def apply(self, result: StepResult) -> list[tuple[Sequence, SequenceOutput]]:
         """Take in the outstanding plan's result. What was retired meanwhile gives no output and is freed here."""
         if self._flight is None:
             raise RuntimeError("there is no plan to apply a result to")
@@ -173,12 +174,12 @@ class Scheduler:
         if [len(drawn) for drawn in result.tokens] != [self._draws(seq, n) for seq, n in items]:
             raise RuntimeError("the result does not fit the plan")
         self._flight = None
-        outputs: list[SequenceOutput] = []
+        outputs: list[tuple[Sequence, SequenceOutput]] = []
         for (seq, n), drawn in zip(items, result.tokens, strict=True):
             seq.computed += n
             if seq.state is State.RUNNING and drawn:
                 seq.prefilling = False
-                outputs.extend(self._advance(seq, drawn))
+                outputs.extend((seq, output) for output in self._advance(seq, drawn))
         # Decided before the first callback, which may retire others that this step has computed.
         copied = [seq for seq, _ in items if seq.copy is not None]
         for seq in [seq for seq, _ in items if seq.state is State.RETIRED]:
@@ -309,7 +310,7 @@ class Scheduler:
         outputs = []
         for choice, token in zip(seq.choices, drawn, strict=True):
             finish, stop_reason = self.judge(seq.params, token.token_id, index + 1, len(seq.tokens) + 1)
-            outputs.append(SequenceOutput(seq, index, choice, token, finish, stop_reason))
+            outputs.append(SequenceOutput(index, choice, token, finish, stop_reason))
         if not seq.one_shot:
             seq.tokens.append(drawn[0].token_id)
         if seq.one_shot or outputs[0].finish is not None:

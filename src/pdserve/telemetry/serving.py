@@ -107,6 +107,7 @@ class _Connections:
             log.exception("an HTTP connection failed")
         finally:
             transport.socket.close()
+            server.dissolve()
             del self.open[transport]
             if not self.open:
                 self._idle.set()
@@ -154,6 +155,13 @@ class _Server(TCPServer):
     def answering(self) -> bool:
         """Whether the app works on a request that has come in whole."""
         return not all(request.unsent for request in self._requests)
+
+    def dissolve(self) -> None:
+        """To be called when it has ended: the ring of references through hypercorn's objects would keep some thirty of
+        them for each connection until the garbage collector comes, which it does rarely.
+        """
+        for name in ("app", "protocol"):
+            vars(self).pop(name, None)  # there is no protocol before the TLS handshake
 
     async def _call(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Any) -> None:  # noqa: ANN401
         request = _Request(receive)

@@ -70,8 +70,8 @@ class EngineLoop:
             result = await self._step(plan)
             outputs = self.scheduler.apply(result)
             self._on_step(time.monotonic() - started, len(outputs))
-            for output in outputs:
-                output.seq.owner.send_nowait(output)
+            for seq, output in outputs:
+                seq.owner.send_nowait(output)
             # Two rounds of the scheduler of tasks: after the first every consumer has been woken, after the second
             # each has run, so that a stop string found now keeps its sequence out of the next step.
             await trio.lowlevel.checkpoint()

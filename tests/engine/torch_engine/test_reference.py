@@ -54,10 +54,10 @@ def generated():
         outputs[prompt["name"]] = []
         scheduler.add(Sequence(prompt["name"], list(ids), len(ids), params))
     while (plan := scheduler.plan()) is not None:
-        for output in scheduler.apply(engine.step(plan)):
-            outputs[output.seq.id].append(output.token)
+        for seq, output in scheduler.apply(engine.step(plan)):
+            outputs[seq.id].append(output.token)
             if output.finish is not None:
-                scheduler.retire(output.seq)
+                scheduler.retire(seq)
     assert scheduler.idle
     engine.close()
     return outputs
