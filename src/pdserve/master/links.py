@@ -15,7 +15,7 @@ from pdserve.nurseries.forwarder import Outbox
 from pdserve.nurseries.groups import leaves
 from pdserve.nurseries.heartbeat import Heartbeat, pace
 from pdserve.nurseries.shelter import sheltered_nursery
-from pdserve.wire.codec import MAX_FRAME_BYTES, decode_from_node, encode
+from pdserve.wire.codec import MAX_FRAME_BYTES, RECEIVE_BYTES, decode_from_node, encode
 from pdserve.wire.handshake import REPLACED, judge, master_proof, new_nonce
 from pdserve.wire.messages import Challenge, Draining, Hello, NodeStats, Ping, Reject, Welcome
 
@@ -71,7 +71,7 @@ class NodeLinks:
                         EndTold(stream, handshake.cancel),
                         message_queue_size=_RECEIVE_QUEUE,
                         max_message_size=MAX_FRAME_BYTES,
-                        receive_buffer_size=65536,
+                        receive_buffer_size=RECEIVE_BYTES,
                     )
                     ws = await request.accept()
                     agreed = await self._shake_hands(ws)

@@ -11,6 +11,10 @@ from pdserve.wire.messages import FromMaster, FromNode
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 """Largest frame either side accepts: a prompt of a million tokens fits with room to spare."""
+RECEIVE_BYTES = 4096
+"""Most that is read from a link at once. Python allocates so much for every read, before it knows what comes, and what
+is kept meanwhile breaks the room up: with 64 KiB the heap of a Decode node grew by some 300 bytes a request, for good.
+"""
 
 _encoder = msgspec.msgpack.Encoder()
 _from_master = msgspec.msgpack.Decoder(FromMaster)

@@ -11,7 +11,7 @@ import trio
 from trio_websocket import WebSocketConnection, wrap_client_stream
 
 from pdserve.errors import ConfigError
-from pdserve.wire.codec import MAX_FRAME_BYTES
+from pdserve.wire.codec import MAX_FRAME_BYTES, RECEIVE_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +48,7 @@ def dialler(url: str, ca: Path | None) -> Callable[[str], Dial]:
                     resource,
                     message_queue_size=_RECEIVE_QUEUE,
                     max_message_size=MAX_FRAME_BYTES,
-                    receive_buffer_size=65536,
+                    receive_buffer_size=RECEIVE_BYTES,
                 )
             except BaseException:  # nobody else has the stream yet
                 await trio.aclose_forcefully(tcp)
