@@ -83,12 +83,6 @@ class Fleet:
         lives = re.findall(r"((?:decode|prefill)-\d|master) starts: pid (\d+)", self.service.log)
         return {int(pid): name.replace("master", "master-0") for name, pid in lives} | self._second.started
 
-    def aborted(self) -> set[int]:
-        """Prefill processes that UCX has ended: over TCP its answer to a READ whose reader has just gone is fatal."""
-        log = self.service.log
-        fatal = {int(pid) for pid in re.findall(r"\[\S+?:(\d+):.*Fatal: unexpected error: Endpoint timeout", log)}
-        return {pid for pid in fatal if self.started()[pid].startswith("prefill")}
-
     def link_ports(self) -> set[int]:
         return {seat.link_port for seat in self.seats.values()}
 

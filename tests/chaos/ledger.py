@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-from chaos.storm import ENDS
+from chaos.storm import SIGNALS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -98,7 +98,7 @@ class Ledger:
         removed = 0
         for one in struck:
             event = one.event
-            lost = event.kind in ENDS or (event.kind == "SIGSTOP" and event.seconds > self._patience)
+            lost = event.kind in SIGNALS or (event.kind == "SIGSTOP" and event.seconds > self._patience)
             if lost and one.name != name and event.role != "master":
                 removed += not name.startswith(event.role)
             elif lost and one.name == name:

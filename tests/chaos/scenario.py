@@ -10,7 +10,7 @@ import trio
 
 from chaos.cpu import LeftTime
 from chaos.ledger import Ledger
-from chaos.storm import ABORT, ENDS, Storm, plan
+from chaos.storm import SIGNALS, Storm, plan
 
 if TYPE_CHECKING:
     from chaos.fleet import Fleet
@@ -35,8 +35,6 @@ class Course:
     """Seconds of load without events after a storm, so that all peers have met again."""
     patience: float
     """Seconds of standing still after which a process counts as lost."""
-    aborts: int = 0
-    """Most Prefill processes that UCX may end, see `Fleet.aborted`. None where transfers do not go over TCP."""
     windows: int = 5
     all_cpus: bool = False
     """The load takes all that the machine has: what other programs take is not counted in the windows."""
@@ -97,26 +95,15 @@ class Scenario:
         self._storm.note(f"{when}: quiet after {quiet:.1f} s, slowest request {self._load.slowest:.1f} s")
         assert not self._load.violations, "\n".join(self._load.violations[:5])
         pids = self._fleet.pids()
-        started = self._fleet.started()
-        gone = started.keys() - set(pids.values()) - self._ended()
-        for pid in gone & self._fleet.aborted():
-            self._storm.note_abort(started[pid], pid)
-        gone -= self._ended()
+        told = {struck.pid for struck in self._storm.struck if struck.event.kind in SIGNALS}
+        gone = self._fleet.started().keys() - set(pids.values()) - told
         assert not gone, f"processes ended that nobody had told to: {gone}"
-        assert self._aborts() <= self._course.aborts, f"UCX has ended {self._aborts()} Prefill processes"
         await self._ledger.take(pids)
-
-    def _ended(self) -> set[int]:
-        return {struck.pid for struck in self._storm.struck if struck.event.kind in ENDS}
-
-    def _aborts(self) -> int:
-        return sum(struck.event.kind == ABORT for struck in self._storm.struck)
 
     def _figures(self) -> list[str]:
         ends = ", ".join(f"{count} {end}" for end, count in self._load.ends.most_common())
-        events = f"{len(self._storm.struck)} events, {self._aborts()} of them by UCX"
         return [
-            f"{events}; requests: {ends}; slowest {self._load.slowest:.1f} s",
+            f"{len(self._storm.struck)} events; requests: {ends}; slowest {self._load.slowest:.1f} s",
             *self._ledger.table(self._storm.struck),
         ]
 

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 ROLES = tuple(NAMES)
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM}
-ABORT = "SIGABRT"
-"""Nothing that is done to a process: UCX ends it (`Fleet.aborted`)."""
-ENDS = (*SIGNALS, ABORT)
 CLOSED_SOCKET = "closed socket"
 KINDS = (*SIGNALS, "SIGSTOP", CLOSED_SOCKET)
 _LINK = "link"
@@ -95,12 +92,6 @@ class Storm:
 
     def note(self, text: str) -> None:
         self.notes.append(f"{trio.current_time() - self._began:8.2f} {text}")
-
-    def note_abort(self, name: str, pid: int) -> None:
-        """Its peers have lost it like one that was struck."""
-        event = Event(0.0, ABORT, name.rpartition("-")[0], int(name[-1]), 0.0)
-        self.struck.append(Struck(trio.current_time(), event, name, pid))
-        self.note(f"{ABORT:13} {name} (pid {pid}) by UCX")
 
     async def rage(self, events: list[Event]) -> None:
         """One round. Returns when all has been done: what was stopped goes on, what had to end has ended."""
